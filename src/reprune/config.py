@@ -1,0 +1,255 @@
+"""From what a user typed to a checked plan: typed root, `build` for the groups, and the checks between groups.
+
+Nothing here imports torch, so that composing a config and asking for help stay fast. Method classes are imported by
+`build`, by the dotted name in their YAML.
+"""
+
+import difflib
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from reprune.errors import ConfigError
+
+DRAW_KEYS = ("count", "seq_len", "heldout_count")  # of calib, beside the corpus' own keys
+
+
+@dataclass
+class RunConfig:
+    """The keys of conf/config.yaml; each is explained there."""
+
+    model: Any = MISSING
+    calib: Any = MISSING
+    heldout: Any = MISSING
+    sparsity: Any = MISSING
+    pruner: Any = MISSING
+    recon: Any = MISSING
+    eval: Any = field(default_factory=dict)
+    seed: int = MISSING
+    batch_size: int = MISSING
+    stream_device: str = MISSING
+    dry_run: bool = MISSING
+    study: str = MISSING
+    run_name: str = MISSING
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every built part of a run, and the config they came from with nothing left to look up.
+
+    Attributes:
+        model, allocation, pruner, recon: the built group options.
+        corpora: name -> corpus, those of calib, heldout and eval; one object a name.
+        calib: name of the calibration corpus.
+        heldout: names of the corpora whose held-out split is measured.
+        count, seq_len, heldout_count: sequences of calibration, their tokens, and sequences a held-out corpus.
+        evals: name -> built evaluation.
+        resolved: the whole config, enough to run again.
+    """
+
+    model: Any
+    corpora: dict[str, Any]
+    calib: str
+    heldout: list[str]
+    count: int
+    seq_len: int
+    heldout_count: int
+    allocation: Any
+    pruner: Any
+    recon: Any
+    evals: dict[str, Any]
+    seed: int
+    batch_size: int
+    stream_device: str
+    dry_run: bool
+    study: str
+    run_name: str
+    resolved: dict[str, Any]
+
+    def check(self) -> None:
+        """Check what no group can see alone.
+
+        Raises:
+            ConfigError: lists every contradiction found, one a line.
+        """
+        problems = [problem for problem in self._problems() if problem]
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def check_length(self) -> None:
+        """Check sequence lengths against the model's positions; may read the model's config, but no weights.
+
+        Raises:
+            ConfigError: a sequence is longer than the model's positions.
+        """
+        limit = self.model.max_positions()
+        lengths = {"calib.seq_len": self.seq_len} | {
+            f"eval.{name}.seq_len": item.seq_len for name, item in self.evals.items() if hasattr(item, "seq_len")
+        }
+        problems = [
+            f"{key}={length}: {self.model.describe()} has {limit} positions. Set {key} to at most {limit}."
+            for key, length in lengths.items()
+            if limit is not None and length > limit
+        ]
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def _problems(self) -> list[str | None]:
+        recon, count = self.recon, self.count
+        return [
+            _at_least("calib.count", self.count, 1, "a statistic needs a sequence to come from"),
+            _at_least("calib.seq_len", self.seq_len, 2, "a sequence of one token has nothing to attend to"),
+            _at_least("calib.heldout_count", self.heldout_count, 1, "use heldout=[] to measure no held-out corpus"),
+            _at_least("batch_size", self.batch_size, 1, "a forward pass needs a sequence"),
+            f"recon.batch_size={recon.batch_size}: there are only calib.count={count} sequences. Lower it, or raise calib.count."
+            if recon.trains and recon.batch_size > count >= 1
+            else None,
+            "recon.keep_best=heldout with heldout=[]: there is no held-out error to go by. Name a corpus in heldout, or use "
+            "recon.keep_best=calib."
+            if recon.keep_best.value == "heldout" and not self.heldout
+            else None,
+            getattr(self.pruner, "problem", lambda _: None)(self.allocation.resolved_pattern()),
+        ]
+
+
+def _at_least(key: str, value: int, least: int, why: str) -> str | None:
+    return f"{key}={value}: must be at least {least}; {why}." if value < least else None
+
+
+def build_plan(config: DictConfig, load_option: Callable[[str, str], DictConfig]) -> Plan:
+    """Build every part that a composed config names, and check them against each other.
+
+    Args:
+        config: the composed config, as conf/config.yaml and the command line give it.
+        load_option: (group, option) -> that option's own YAML, for corpora that heldout and eval name.
+
+    Raises:
+        ConfigError: a setting is unknown, missing, of the wrong type, out of range, or contradicts another.
+    """
+    _reject_nan(config)
+    calib_node = dict(config.calib)
+    draw = {key: _whole(f"calib.{key}", calib_node.pop(key, None)) for key in DRAW_KEYS}
+    calib_name = _name(config.calib)
+    nodes = {calib_name: calib_node}
+
+    def named(key: str, items: Any) -> list[str]:
+        """Remember the corpora that a list names, and return their names."""
+        if isinstance(items, str) or not isinstance(items, list | ListConfig):
+            raise ConfigError(f"{key}={items}: must be a list of corpora, such as {key}=[sotu,wiki] or {key}=[].")
+        names = []
+        for item in items:
+            name, settings = next(iter(item.items())) if isinstance(item, Mapping) else (item, {})
+            if not isinstance(name, str):
+                raise ConfigError(f"{key}: {item} is not the name of a corpus.")
+            if name not in nodes or settings:
+                option = settings if "_target_" in settings else OmegaConf.merge(load_option("calib", name), settings)
+                if nodes.get(name, option) != option:
+                    raise ConfigError(f"{key}: corpus {name} is set in two ways. Give one of them another name.")
+                nodes[name] = option
+            names.append(name)
+        if len(set(names)) != len(names):
+            raise ConfigError(f"{key}={list(items)}: a corpus is named twice.")
+        return names
+
+    heldout = named("heldout", config.heldout)
+    evals = {}
+    eval_nodes = {name: dict(node) for name, node in config.eval.items()}
+    for name, node in eval_nodes.items():
+        if "corpora" in node:
+            node["corpora"] = named(f"eval.{name}.corpora", node["corpora"])
+        evals[name] = build(node, f"eval.{name}")
+    parts = {group: build(config[group], group) for group in ("model", "sparsity", "pruner", "recon")}
+    corpora = {name: build(node, "calib" if name == calib_name else f"heldout.{name}") for name, node in nodes.items()}
+    resolved = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(resolved, dict)
+    expanded = {name: OmegaConf.to_container(OmegaConf.create(node), resolve=True) for name, node in nodes.items()}
+    resolved["heldout"] = [{name: expanded[name]} if name != calib_name else name for name in heldout]
+    for name, node in eval_nodes.items():
+        if "corpora" in node:
+            resolved["eval"][name]["corpora"] = [
+                {corpus: expanded[corpus]} if corpus != calib_name else corpus for corpus in node["corpora"]
+            ]
+    plan = Plan(
+        model=parts["model"],
+        corpora=corpora,
+        calib=calib_name,
+        heldout=heldout,
+        allocation=parts["sparsity"],
+        pruner=parts["pruner"],
+        recon=parts["recon"],
+        evals=evals,
+        resolved=resolved,
+        **draw,
+        **{key: config[key] for key in ("seed", "batch_size", "stream_device", "dry_run", "study", "run_name")},
+    )
+    plan.check()
+    return plan
+
+
+def build(node: Any, group: str) -> Any:
+    """Turn one group's YAML into the frozen dataclass that its `_target_` names; the dataclass is the schema.
+
+    Raises:
+        ConfigError: a key is unknown, missing or of the wrong type, or its value is out of range.
+    """
+    node = OmegaConf.create(node) if not isinstance(node, DictConfig) else node
+    target = str(node.get("_target_"))
+    if not target.startswith("reprune."):
+        raise ConfigError(f"{group}._target_={target}: must name a class of this package.")
+    module, _, name = target.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{group}._target_={target}: there is no such class.") from error
+    known = [item.name for item in fields(cls)]
+    for key in node:
+        if key != "_target_" and key not in known:
+            raise ConfigError(f"{group}.{key}: no such setting.{near(str(key), known)} {_keys(group, known)}")
+    missing = [key for key in known if key not in node or OmegaConf.is_missing(node, key)]
+    if missing:
+        raise ConfigError(f"{group}.{missing[0]}: must be set, as in {group}.{missing[0]}=... {_keys(group, known)}")
+    given = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(given, dict)
+    del given["_target_"]
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), given))
+    except OmegaConfBaseException as error:
+        key = f"{group}.{error.full_key}" if getattr(error, "full_key", None) else group
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}. {_keys(group, known)}") from error
+
+
+def near(word: str, known: list[str]) -> str:
+    """Return a sentence that suggests the closest known words, or nothing."""
+    close = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def _keys(group: str, known: list[str]) -> str:
+    return f"Keys of {group}: {', '.join(known) or 'none'}."
+
+
+def _name(node: Any) -> str:
+    """Name a corpus after the file of its class, as its YAML is named."""
+    return str(node.get("_target_")).split(".")[-2]
+
+
+def _whole(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{key}={value}: must be a whole number.")
+    return value
+
+
+def _reject_nan(node: Any, path: str = "") -> None:
+    """Refuse a NaN anywhere: it passes every comparison that would have caught it."""
+    if isinstance(node, DictConfig | ListConfig):
+        keys = node.keys() if isinstance(node, DictConfig) else range(len(node))
+        for key in keys:
+            if not OmegaConf.is_missing(node, key):
+                _reject_nan(node[key], f"{path}.{key}" if path else str(key))
+    elif isinstance(node, float) and math.isnan(node):
+        raise ConfigError(f"{path}=nan: not a number.")

@@ -1,0 +1,140 @@
+"""What a run will cost, said before any work: forward and backward passes, memory, and a rough time."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reprune.blocks import decoder_blocks, linears, weight_of
+from reprune.config import Plan
+from reprune.recon.reconstruction import Inputs, KeepBest, Reconstruction, Target
+
+EFFICIENCY = 0.75  # share of the matrix peak that whole blocks reach, measured on two CPUs
+SEARCH = 1.5  # SparseGPT-like work on statistics, as a multiple of their matrix products
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An estimate for one run.
+
+    Attributes:
+        forwards: block forward passes outside of training, in sequences.
+        trained: block forward and backward passes in training, in sequences.
+        peak_bytes: memory on top of the running process.
+        seconds: of walk and evaluation, on the computing device.
+    """
+
+    forwards: int
+    trained: int
+    peak_bytes: int
+    seconds: float
+
+
+def count_forwards(recon: Reconstruction, statistics: bool, rounds: bool, num_blocks: int, calib: int, heldout: int) -> int:
+    """Count the block forward passes of a walk outside of training, in sequences, by going through its events.
+
+    Exact if every window keeps its last iterate; each one that is restored costs the window's passes once more.
+
+    Args:
+        recon: the reconstruction.
+        statistics: whether the pruner gathers any.
+        rounds: whether the checkpoint's dtype is narrower than float32.
+        num_blocks: of the model.
+        calib, heldout: sequences of calibration, and of all held-out corpora together.
+    """
+    total = 0
+    calib_front = heldout_front = True  # whether the states in front of the next block are known
+
+    def fronts(blocks: int) -> None:
+        nonlocal total, calib_front, heldout_front
+        total += blocks * (calib * (not calib_front) + heldout * (not heldout_front))
+        calib_front = heldout_front = True
+
+    for window in recon.windows(num_blocks):
+        width = len(window.blocks)
+        local = recon.trains and recon.target is Target.local
+        for index in window.entering:
+            fronts(index - window.blocks.start)
+            teaches = local and width == 1
+            gathers = statistics or teaches or index == 0
+            total += calib * gathers + heldout + calib * (index != 0)  # at block 0 one pass serves as both
+            total += calib + heldout  # after pruning
+        if recon.trains:
+            if local and not (width == 1 and window.entering):
+                total += calib * width
+            if recon.keep_best is KeepBest.heldout:
+                total += heldout * width * (recon.evaluations + (not heldout_front))
+                calib_front, heldout_front = False, True
+            elif recon.keep_best is KeepBest.calib and recon.inputs is Inputs.dense:
+                total += calib * width * (recon.evaluations + 1)
+                calib_front = heldout_front = False
+            elif recon.keep_best is KeepBest.calib:
+                total += calib * width * (recon.evaluations + (not calib_front))
+                calib_front, heldout_front = True, False
+            else:
+                calib_front = heldout_front = False
+        for index in window.leaving:
+            for _ in range(1 + rounds):
+                last = index == window.blocks.stop - 1
+                total += calib * (not (last and calib_front)) + heldout * (not (last and heldout_front))
+                if rounds:
+                    calib_front = heldout_front = False
+            if index == window.blocks.stop - 1:
+                calib_front = heldout_front = True
+    return total
+
+
+def estimate(plan: Plan, skeleton: Any, device: torch.device) -> Cost:
+    """Estimate a run from the model's shapes.
+
+    Args:
+        plan: the run.
+        skeleton: the model without weights (on the meta device) or with them; only shapes and dtypes are read.
+        device: where blocks compute; its speed is measured in some tens of milliseconds.
+    """
+    blocks = decoder_blocks(skeleton)
+    shapes = [tuple(weight_of(module).shape) for module in linears(blocks[0]).values()]
+    weights = sum(rows * columns for rows, columns in shapes)
+    config = skeleton.config.get_text_config(decoder=True)
+    hidden, vocabulary, depth = config.hidden_size, config.vocab_size, len(blocks)
+    heldout = plan.heldout_count * len(plan.heldout)
+    narrow = next(blocks[0].parameters()).dtype != torch.float32
+    statistics = plan.pruner.statistic is not None
+    forwards = count_forwards(plan.recon, statistics, narrow, depth, plan.count, heldout)
+    recon = plan.recon
+    spans = [len(window.blocks) for window in recon.windows(depth)]
+    trained = recon.num_steps(plan.count) * recon.batch_size * sum(spans) if recon.trains else 0
+
+    per_token = 2 * weights + 2 * plan.seq_len * hidden  # causal attention: half of 2 products of seq_len x hidden
+    grams = 2 * sum(columns**2 for columns in {columns for _, columns in shapes}) * plan.count * plan.seq_len
+    flops = (forwards + 3 * trained) * plan.seq_len * per_token + SEARCH * grams * depth * statistics
+    for item in plan.evals.values():
+        scored = len(item.corpora) * item.windows * item.seq_len
+        flops += scored * (2 * depth * (2 * weights + 2 * item.seq_len * hidden) + 3 * 2 * vocabulary * hidden)
+
+    stream = (plan.count + heldout) * plan.seq_len * hidden * 4
+    block_bytes = sum(param.numel() for param in blocks[0].parameters()) * 4
+    size = max(recon.batch_size if recon.trains else 1, plan.batch_size) * plan.seq_len * 4
+    widest = max(rows for rows, _ in shapes)
+    activations = size * (8 * hidden + 4 * widest) * (max(spans) if recon.trains else 1)
+    peak = (
+        sum(param.numel() * param.element_size() for param in skeleton.parameters())
+        + (5 if recon.trains and recon.target is Target.local else 4) * stream
+        + (6 if recon.trains else 2) * max(spans) * block_bytes
+        + 3 * 4 * max(columns for _, columns in shapes) ** 2
+        + activations
+    )
+    return Cost(forwards, trained, int(peak), flops / (EFFICIENCY * matrix_rate(device)))
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Measure float32 matrix products, in floating point operations a second; takes some tens of milliseconds."""
+    size = 1024
+    one = torch.ones(size, size, device=device)
+    best = float("inf")
+    for _ in range(4):
+        begin = time.perf_counter()
+        (one @ one).sum().item()
+        best = min(best, time.perf_counter() - begin)
+    return 2 * size**3 / best

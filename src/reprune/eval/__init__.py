@@ -1,0 +1,1 @@
+"""What a pruned model is worth: (model, tokens) -> flat names and numbers."""

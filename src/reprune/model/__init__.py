@@ -1,0 +1,1 @@
+"""Where a model comes from: one file and one YAML a kind."""

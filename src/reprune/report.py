@@ -1,0 +1,39 @@
+"""report.html: one run on one self-contained page, made from the files of its run directory."""
+
+import base64
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from reprune.rundir import RunDir
+
+
+def write(rundir: RunDir, metrics: dict[str, float]) -> None:
+    """Write report.html from a run directory's files.
+
+    Args:
+        rundir: holds config.resolved.yaml, environment.json, calib.json, blocks.jsonl and plots/.
+        metrics: the final numbers, which metrics.json will hold.
+    """
+    environment = Environment(loader=PackageLoader("reprune"), autoescape=True, undefined=StrictUndefined)
+    pictures = [
+        (path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode())
+        for path in sorted((rundir.path / "plots").glob("*.png"))
+    ]
+    page = environment.get_template("report.html.jinja").render(
+        config=rundir.read_config(),
+        environment=rundir.read_json("environment.json"),
+        draws=_draws(rundir.read_json("calib.json")),
+        blocks=rundir.read_blocks(),
+        metrics=metrics,
+        corpora=[key.partition("/")[2] for key in metrics if key.startswith("ppl/")],
+        pictures=pictures,
+    )
+    rundir.write_text("report.html", page)
+
+
+def _draws(manifests: dict[str, Any]) -> list[dict[str, Any]]:
+    """List every draw of calib.json with what it was used for."""
+    rows = [{"use": "calibration", **manifests["calib"]}]
+    rows += [{"use": "held out", **drawn} for drawn in manifests["heldout"].values()]
+    return rows + [{"use": key, **drawn} for key, items in manifests["eval"].items() for drawn in items.values()]

@@ -1,0 +1,1 @@
+"""How sparsity is spread over blocks, and the patterns that survivors form."""

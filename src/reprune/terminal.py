@@ -1,0 +1,97 @@
+"""What a run says while it works: lines for people on the terminal and in run.log, progress bars on a terminal only."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from reprune.rundir import explained
+from reprune.walk import BlockRecord, sparsity
+
+log = logging.getLogger("reprune")
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Send this package's log to the terminal, and with times to a file."""
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    to_terminal = logging.StreamHandler(sys.stdout)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers = [to_terminal, to_file]
+    try:
+        yield
+    finally:
+        log.handlers = []
+        to_file.close()
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar while something long goes on; yields what to call after each step. Silent when not on a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda: bar.advance(task)
+
+
+def block_header(corpora: list[str], trains: bool) -> str:
+    """Head the lines of `block_line`."""
+    names = "".join(f"{name:>19}" for name in corpora)
+    return f"{'block':>5}{names}{'sparsity':>10}{'seconds':>9}\n" + (
+        "      relative error after pruning > after reconstruction" if trains else "      relative error after pruning"
+    )
+
+
+def block_line(record: BlockRecord, corpora: list[str], trains: bool) -> str:
+    """Say in one line what happened to a block."""
+    cells = []
+    for name in corpora:
+        before, after = record.before[name].relative, record.after[name].relative
+        cells.append(f"{before:8.5f} > {after:8.5f}" if trains else f"{after:19.5f}")
+    row = "".join(f"{cell:>19}" for cell in cells)
+    return f"{record.block:>5}{row}{sparsity([record]):>10.4f}{sum(record.seconds.values()):>9.1f}"
+
+
+def summary(metrics: dict[str, float], corpora: list[str]) -> str:
+    """Lay out the final numbers as a table: dense against pruned, a row a corpus."""
+    table = Table(show_edge=False, pad_edge=False)
+    for title in ("test text", "dense ppl", "pruned ppl", "ratio", "KL(dense||pruned)", "same top-1"):
+        table.add_column(title, justify="left" if title == "test text" else "right")
+    for name in corpora:
+        dense, pruned = metrics[f"ppl_dense/{name}"], metrics[f"ppl/{name}"]
+        table.add_row(
+            name,
+            f"{dense:.2f} ± {metrics[f'ppl_dense_stderr/{name}']:.2f}",
+            f"{pruned:.2f} ± {metrics[f'ppl_stderr/{name}']:.2f}",
+            f"{pruned / dense:.3f}",
+            f"{metrics[f'kl/{name}']:.3f} ± {metrics[f'kl_stderr/{name}']:.3f}",
+            f"{metrics[f'agreement/{name}']:.1%}",
+        )
+    console = Console(file=StringIO(), width=100)
+    console.print(table)
+    text = console.file
+    assert isinstance(text, StringIO)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def size(count: float) -> str:
+    """Write a number of bytes for people."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds for people."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
