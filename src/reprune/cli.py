@@ -28,7 +28,7 @@ def load_option(group: str, name: str) -> DictConfig:
         ConfigError: there is no such option; lists those there are.
     """
     try:
-        return compose(config_name=f"{group}/{name}")
+        return compose(config_name=f"{group}/{name}")[group]  # an option of a group lies under the group's name
     except MissingConfigException as error:
         options = _options(group)
         raise ConfigError(
