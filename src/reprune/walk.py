@@ -21,7 +21,7 @@ from reprune.blocks import as_stored, decoder_blocks, linears, weight_of
 from reprune.devices import peak_memory_bytes
 from reprune.errors import NumericalError
 from reprune.interfaces import Allocation, Pruner
-from reprune.recon.adam import Fit, fit
+from reprune.recon.adam import Fit, fit, unit_loss
 from reprune.recon.reconstruction import Inputs, KeepBest, Reconstruction, Target, Window
 from reprune.sparsity.pattern import Pattern
 from reprune.streams import Stream, check_finite, forward_block
@@ -273,9 +273,11 @@ class Walk:
                 after = window.blocks.stop
                 errors = [measure(self._front(s, window.blocks), s.dense[after]).relative for s in held_out]
                 return sum(errors) / len(errors)
-            if recon.inputs is Inputs.dense:
-                return measure(self._through(calib, window.blocks, inputs), target).mse
-            return measure(self._front(calib, window.blocks), target).mse
+            dense = recon.inputs is Inputs.dense
+            output = self._through(calib, window.blocks, inputs) if dense else self._front(calib, window.blocks)
+            # A sequence at a time: the whole stream at once would double its memory.
+            losses = [unit_loss(recon.loss, *pair).item() for pair in zip(output, target, strict=True)]
+            return sum(losses) / len(losses)
 
         def error_of_new_weights() -> float:
             self._forget_fronts()

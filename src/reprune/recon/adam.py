@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from reprune.errors import NumericalError
-from reprune.recon.reconstruction import KeepBest, Reconstruction, Schedule, Trainable
+from reprune.recon.reconstruction import KeepBest, Loss, Reconstruction, Schedule, Trainable
 
 CURVE_POINTS = 20  # how many means of the training loss a curve keeps; enough to draw it
 
@@ -95,7 +94,7 @@ def fit(
     device = params[0].device
     for step in range(1, total + 1):
         rows = next(order)
-        loss = mse_loss(predict(inputs[rows].to(device)), target[rows].to(device))
+        loss = unit_loss(recon.loss, predict(inputs[rows].to(device)), target[rows].to(device))
         if not math.isfinite(value := loss.item()):
             raise NumericalError(
                 f"{where}, step {step} of {total}: training loss is {value}. Lower recon.learning_rate="
@@ -128,6 +127,18 @@ def fit(
         for kept, param in zip(best, params, strict=True):
             param.data.copy_(kept)
     return result
+
+
+def unit_loss(kind: Loss, predicted: Tensor, target: Tensor) -> Tensor:
+    """Return the loss of a unit's output, (batch, seq_len, hidden), against its target, as a scalar.
+
+    `mse` is the paper's. Where a few tokens carry nearly all of the norm (massive activations), it is a loss of those few;
+    `tokenwise` counts every token alike: ||difference||^2 / ||target||^2, averaged over tokens.
+    """
+    squared = (predicted - target).square()
+    if kind is Loss.mse:
+        return squared.mean()
+    return (squared.sum(-1) / target.square().sum(-1).clamp_min(torch.finfo(target.dtype).tiny)).mean()
 
 
 def trainable_parameters(

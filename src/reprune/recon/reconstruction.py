@@ -58,6 +58,13 @@ class Trainable(Enum):
     all = "all"
 
 
+class Loss(Enum):
+    """What a step lowers: the mean squared error, or that of each token over the squared norm of its target."""
+
+    mse = "mse"
+    tokenwise = "tokenwise"
+
+
 class KeepBest(Enum):
     """By which error the best iterate is chosen; none keeps the last."""
 
@@ -102,6 +109,7 @@ class Reconstruction:
     epsilon: float
     weight_decay: float
     max_grad_norm: float | None
+    loss: Loss
     trainable: Trainable
     keep_best: KeepBest
     evaluations: int
