@@ -28,20 +28,22 @@ def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
     if len(outer) != 1:
         seen = ", ".join(f"{name} ({len(module)})" for name, module in lists) or "none"
         raise ModelError(
-            f"{type(model).__name__} is unsupported because {len(outer)} of its module lists have the {depth} entries that "
-            f"num_hidden_layers states; exactly one must. Its module lists: {seen}."
+            f"{type(model).__name__} is unsupported because {len(outer)} of its module lists have the {depth} entries "
+            f"that num_hidden_layers states; exactly one must. Its module lists: {seen}."
         )
     return outer[0][1]
 
 
-def linears(block: nn.Module) -> dict[str, nn.Module]:
+def linears(block: nn.Module) -> dict[str, nn.Linear]:
     """Return the prunable linears of one block by name, in the block's own order.
 
     Raises:
         ModelError: the block has none, or holds matrices outside of linears (fused experts, convolutions), which
             would silently stay dense.
     """
-    found = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    found: dict[str, nn.Linear] = {
+        name: module for name, module in block.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    }
     if not found:
         raise ModelError(f"{type(block).__name__} is unsupported because it has no linear layers to prune.")
     owned = {id(module.weight) for module in found.values()}
@@ -54,7 +56,7 @@ def linears(block: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def weight_of(linear: nn.Module) -> Tensor:
+def weight_of(linear: nn.Linear) -> Tensor:
     """Return the weight as an (out, in) view that shares memory with the module's parameter.
 
     GPT-2's Conv1D stores (in, out); its transpose is returned, so writing into the result works for both.
@@ -63,6 +65,6 @@ def weight_of(linear: nn.Module) -> Tensor:
     return weight.T if isinstance(linear, Conv1D) else weight
 
 
-def as_stored(linear: nn.Module, matrix: Tensor) -> Tensor:
+def as_stored(linear: nn.Linear, matrix: Tensor) -> Tensor:
     """Lay out an (out, in) matrix, such as a keep mask, as the linear stores its weight."""
     return matrix.T.contiguous() if isinstance(linear, Conv1D) else matrix

@@ -106,11 +106,12 @@ class Plan:
             _at_least("calib.seq_len", self.seq_len, 2, "a sequence of one token has nothing to attend to"),
             _at_least("calib.heldout_count", self.heldout_count, 1, "use heldout=[] to measure no held-out corpus"),
             _at_least("batch_size", self.batch_size, 1, "a forward pass needs a sequence"),
-            f"recon.batch_size={recon.batch_size}: there are only calib.count={count} sequences. Lower it, or raise calib.count."
+            f"recon.batch_size={recon.batch_size}: there are only calib.count={count} sequences. Lower it, or raise "
+            "calib.count."
             if recon.trains and recon.batch_size > count >= 1
             else None,
-            "recon.keep_best=heldout with heldout=[]: there is no held-out error to go by. Name a corpus in heldout, or use "
-            "recon.keep_best=calib."
+            "recon.keep_best=heldout with heldout=[]: there is no held-out error to go by. Name a corpus in heldout, "
+            "or use recon.keep_best=calib."
             if recon.keep_best.value == "heldout" and not self.heldout
             else None,
             getattr(self.pruner, "problem", lambda _: None)(self.allocation.resolved_pattern()),
@@ -135,7 +136,7 @@ def build_plan(config: DictConfig, load_option: Callable[[str, str], DictConfig]
     calib_node = dict(config.calib)
     draw = {key: _whole(f"calib.{key}", calib_node.pop(key, None)) for key in DRAW_KEYS}
     calib_name = _name(config.calib)
-    nodes = {calib_name: calib_node}
+    nodes: dict[str, Any] = {calib_name: calib_node}
 
     def named(key: str, items: Any) -> list[str]:
         """Remember the corpora that a list names, and return their names."""
@@ -165,8 +166,7 @@ def build_plan(config: DictConfig, load_option: Callable[[str, str], DictConfig]
         evals[name] = build(node, f"eval.{name}")
     parts = {group: build(config[group], group) for group in ("model", "sparsity", "pruner", "recon")}
     corpora = {name: build(node, "calib" if name == calib_name else f"heldout.{name}") for name, node in nodes.items()}
-    resolved = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(resolved, dict)
+    resolved: Any = OmegaConf.to_container(config, resolve=True)
     expanded = {name: OmegaConf.to_container(OmegaConf.create(node), resolve=True) for name, node in nodes.items()}
     resolved["heldout"] = [{name: expanded[name]} if name != calib_name else name for name in heldout]
     for name, node in eval_nodes.items():
@@ -184,8 +184,15 @@ def build_plan(config: DictConfig, load_option: Callable[[str, str], DictConfig]
         recon=parts["recon"],
         evals=evals,
         resolved=resolved,
-        **draw,
-        **{key: config[key] for key in ("seed", "batch_size", "stream_device", "dry_run", "study", "run_name")},
+        count=draw["count"],
+        seq_len=draw["seq_len"],
+        heldout_count=draw["heldout_count"],
+        seed=config.seed,
+        batch_size=config.batch_size,
+        stream_device=config.stream_device,
+        dry_run=config.dry_run,
+        study=config.study,
+        run_name=config.run_name,
     )
     plan.check()
     return plan
@@ -247,7 +254,7 @@ def _whole(key: str, value: Any) -> int:
 def _reject_nan(node: Any, path: str = "") -> None:
     """Refuse a NaN anywhere: it passes every comparison that would have caught it."""
     if isinstance(node, DictConfig | ListConfig):
-        keys = node.keys() if isinstance(node, DictConfig) else range(len(node))
+        keys: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))
         for key in keys:
             if not OmegaConf.is_missing(node, key):
                 _reject_nan(node[key], f"{path}.{key}" if path else str(key))

@@ -31,7 +31,9 @@ class Cost:
     seconds: float
 
 
-def count_forwards(recon: Reconstruction, statistics: bool, rounds: bool, num_blocks: int, calib: int, heldout: int) -> int:
+def count_forwards(
+    recon: Reconstruction, statistics: bool, rounds: bool, num_blocks: int, calib: int, heldout: int
+) -> int:
     """Count the block forward passes of a walk outside of training, in sequences, by going through its events.
 
     Exact if every window keeps its last iterate; each one that is restored costs the window's passes once more.
@@ -41,7 +43,8 @@ def count_forwards(recon: Reconstruction, statistics: bool, rounds: bool, num_bl
         statistics: whether the pruner gathers any.
         rounds: whether the checkpoint's dtype is narrower than float32.
         num_blocks: of the model.
-        calib, heldout: sequences of calibration, and of all held-out corpora together.
+        calib: calibration sequences.
+        heldout: sequences of all held-out corpora together.
     """
     total = 0
     calib_front = heldout_front = True  # whether the states in front of the next block are known

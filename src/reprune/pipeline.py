@@ -42,28 +42,28 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
         rundir.write_yaml("config.resolved.yaml", plan.resolved)
         rundir.write_json("environment.json", environment(device))
 
-        at("reading the model's config")
+        at("while reading the model's config")
         plan.check_length()
         _say_plan(plan, device)
         if plan.dry_run:
             return {}
 
-        at("loading the model")
+        at("while loading the model")
         model, tokenizer = plan.model.load()
 
-        at("drawing text")
+        at("while drawing text")
         bos = use_bos(plan.model.bos, tokenizer)
         draws, tests = draw_corpora(plan, tokenizer, bos)
         rundir.write_json("calib.json", _manifests(draws, tests))
 
-        at("evaluating the dense model")
+        at("while evaluating the dense model")
         dense = {name: _dense(item, model.to(device), tests[name], name) for name, item in plan.evals.items()}
         metrics = {key: value for item in dense.values() for key, value in item.metrics.items()}
 
         corpora = {name: drawn.tokens for name, drawn in draws.items()}
         log.info(block_header(list(corpora), plan.recon.trains))
         records = []
-        at("entering the first block")
+        at("while entering the first block")
         walk = Walk(
             model.to("cpu"),
             pruner=plan.pruner,
@@ -76,20 +76,20 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
             seed=plan.seed,
         )
         started = time.perf_counter()
-        at("block 0")
+        at("in block 0")
         for record in walk:
             records.append(record)
             rundir.append_block(record.as_dict())
             log.info(block_line(record, list(corpora), plan.recon.trains))
             _warn(plan, record)
-            at(f"block {record.block + 1}")
+            at(f"in block {record.block + 1}")
         metrics |= _block_metrics(records, time.perf_counter() - started)
 
-        at("evaluating the pruned model")
+        at("while evaluating the pruned model")
         for name, item in plan.evals.items():
             metrics |= _pruned(item, model.to(device), tests[name], dense[name], name)
 
-        at("writing plots and report")
+        at("while writing plots and report")
         plots.draw_all(rundir)
         metrics |= {"seconds": time.perf_counter() - begin, "peak_memory_bytes": peak_memory_bytes(device)}
         report.write(rundir, metrics)
@@ -157,8 +157,12 @@ def _say_plan(plan: Plan, device: torch.device) -> None:
     cost = estimate(plan, skeleton, device)
     sparsity = plan.allocation
     log.info(f"model     {plan.model.describe()} on {device}")
-    log.info(f"sparsity  {sparsity.ratio} {sparsity.resolved_pattern()}, pruner {type(plan.pruner).__name__}")
-    log.info(f"text      {plan.calib}: {plan.count} x {plan.seq_len} tokens; held out: {', '.join(plan.heldout) or 'none'}")
+    log.info(
+        f"sparsity  {sparsity.allocate(1)[0]:g} {sparsity.resolved_pattern()}, pruner {type(plan.pruner).__name__}"
+    )
+    log.info(
+        f"text      {plan.calib}: {plan.count} x {plan.seq_len} tokens; held out: {', '.join(plan.heldout) or 'none'}"
+    )
     log.info(
         f"plan      {cost.forwards} block forwards and {cost.trained} training passes (in sequences), "
         f"about {size(cost.peak_bytes)} of memory and {duration(cost.seconds)}"
@@ -169,9 +173,9 @@ def _warn(plan: Plan, record: BlockRecord) -> None:
     for name, linear in record.linears.items():
         if linear.short_group:
             log.warning(
-                f"block {record.block} {name}: {linear.short_group} last columns do not fill a group of the pattern; they "
-                f"keep at most as many weights as a whole group, so {linear.achieved:.4f} instead of {linear.asked:.4f} "
-                f"is removed"
+                f"block {record.block} {name}: {linear.short_group} last columns do not fill a group of the pattern; "
+                f"they keep at most as many weights as a whole group, so {linear.achieved:.4f} instead of "
+                f"{linear.asked:.4f} is removed"
             )
         if linear.damping is not None and linear.damping > plan.pruner.damping:
             log.warning(f"block {record.block} {name}: its Hessian needed damping {linear.damping:g}")
@@ -196,7 +200,7 @@ def _say_summary(plan: Plan, rundir: RunDir, metrics: dict[str, float]) -> None:
 @contextmanager
 def _said_where(rundir: RunDir) -> Iterator[Any]:
     """Keep track of what a run is doing, and say it if the run dies."""
-    stage = ["starting"]
+    stage = ["while starting"]
 
     def at(name: str) -> None:
         stage[0] = name
@@ -205,7 +209,7 @@ def _said_where(rundir: RunDir) -> Iterator[Any]:
         yield at
     except BaseException as error:
         kept = len(rundir.read_blocks())
-        where = f"Stopped while {stage[0]}" if " " in stage[0] and not stage[0].startswith("block") else f"Stopped in {stage[0]}"
+        where = f"Stopped {stage[0]}"
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else (str(error) or type(error).__name__)
         shown = f"{where}: {what}\n{kept} finished blocks are kept in {rundir.path / 'blocks.jsonl'}."
         if isinstance(error, RepruneError):

@@ -1,8 +1,8 @@
 """The files of a run directory, written and read back; whoever shows results reads these files and nothing else.
 
-Every file is written whole under a temporary name and renamed, so that a reader never sees half of one. blocks.jsonl grows
-by a line a block and is flushed each time, so that a run that dies keeps its blocks. metrics.json is written last: its
-presence means that the run finished.
+Every file is written whole under a temporary name and renamed, so that a reader never sees half of one. blocks.jsonl
+grows by a line a block and is flushed each time, so that a run that dies keeps its blocks. metrics.json is written
+last: its presence means that the run finished.
 """
 
 import contextlib
@@ -21,7 +21,17 @@ import yaml
 
 from reprune.errors import RepruneError
 
-PACKAGES = ("reprune", "torch", "transformers", "datasets", "tokenizers", "hydra-core", "omegaconf", "safetensors", "numpy")
+PACKAGES = (
+    "reprune",
+    "torch",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "safetensors",
+    "numpy",
+)
 
 
 @dataclass(frozen=True)

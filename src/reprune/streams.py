@@ -4,7 +4,7 @@ The inputs of block 0 and the keyword arguments of every block are captured by r
 stubbed out, and the arguments are replayed as they were: no argument is known by name, so no family needs a case.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -129,7 +129,7 @@ class Stream:
     @torch.no_grad()
     def gather(
         self, block: nn.Module, index: int, hidden: Tensor, update: Callable[[str, Tensor], None],
-        linears: dict[str, nn.Module], want_output: bool,
+        linears: Mapping[str, nn.Module], want_output: bool,
     ) -> tuple[list[list[str]], Tensor | None]:  # fmt: skip
         """Run a block once and hand the inputs of its linears to `update`, once for all that read the same input.
 
@@ -169,8 +169,8 @@ def check_finite(values: Tensor, what: str) -> None:
     if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
         sequence = int((~torch.isfinite(values)).flatten(1).any(1).nonzero()[0]) if values.ndim > 1 else 0
         raise NumericalError(
-            f"{what}: not finite (first in sequence {sequence}). If the checkpoint is float16, try model.dtype=bfloat16 "
-            f"or float32; if this came after reconstruction, lower recon.learning_rate."
+            f"{what}: not finite (first in sequence {sequence}). If the checkpoint is float16, try "
+            f"model.dtype=bfloat16 or float32; if this came after reconstruction, lower recon.learning_rate."
         )
 
 
@@ -228,7 +228,9 @@ class _Stubs:
     def _stub(self, index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if len(self.calls) != index:
-                raise ModelError(f"{type(self.model).__name__} is unsupported because it calls its blocks out of order.")
+                raise ModelError(
+                    f"{type(self.model).__name__} is unsupported because it calls its blocks out of order."
+                )
             if args:
                 hidden, args = args[0], args[1:]
             else:
@@ -250,7 +252,7 @@ class _SharedInputs:
     first batch and checked on every other.
     """
 
-    def __init__(self, linears: dict[str, nn.Module], update: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, linears: Mapping[str, nn.Module], update: Callable[[str, Tensor], None]) -> None:
         self.linears = linears
         self.update = update
         self.groups: list[list[str]] = []
@@ -262,7 +264,8 @@ class _SharedInputs:
 
     def __enter__(self) -> "_SharedInputs":
         self._handles = [
-            module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in self.linears.items()
+            module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+            for name, module in self.linears.items()
         ]
         return self
 

@@ -44,7 +44,7 @@ class Error:
 
 @dataclass(frozen=True)
 class LinearRecord:
-    """What pruning did to one linear: its size, the fraction of zeros asked and achieved, and the damping if there is one.
+    """What pruning did to one linear: its size, the fraction of zeros asked and achieved, and the damping if any.
 
     `short_group` is the size of a last group that an N:M pattern does not fill, 0 if there is none; such a group, too,
     keeps at most N weights.
@@ -96,7 +96,7 @@ class _Open:
     module: nn.Module
     dtypes: dict[str, torch.dtype]
     dense: nn.Module | None = None  # snapshot, where a later window needs the dense block as a teacher
-    keep: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    keep: dict[Tensor, Tensor] = field(default_factory=dict)
     linears: dict[str, LinearRecord] = field(default_factory=dict)
     before: dict[str, Error] = field(default_factory=dict)
     fits: list[Fit] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Walk:
     def _enter(self, index: int, window: Window) -> Tensor | None:
         """Advance the dense streams past a block, prune it, and measure what that did.
 
-        Returns the dense block's output on the pruned calibration stream if a window of this block alone learns from it.
+        Returns the dense block's output on the pruned calibration stream if a window of this one block learns from it.
         """
         held = self.open[index] = self._open(index)
         with self._timed([index], "propagation"):

@@ -1,7 +1,7 @@
 """Perplexity of the dense and the pruned model, and how far the pruned one diverges from the dense one.
 
-Each window is scored on its own: tokens 2 to seq_len, given the tokens before them in the window. This is the protocol of
-the pruning papers but for the draw of the windows, which here come from the test split of a corpus.
+Each window is scored on its own: tokens 2 to seq_len, given the tokens before them in the window. This is the protocol
+of the pruning papers but for the draw of the windows, which here come from the test split of a corpus.
 The dense model's states in front of its output head are kept, and go through the head once more beside the pruned
 model's: the head is never pruned, so the divergence costs no second pass over the dense model.
 """
@@ -64,8 +64,8 @@ class Perplexity:
             ppl = metrics[f"ppl_dense/{corpus}"]
             if not ppl <= self.max_dense:
                 raise NumericalError(
-                    f"dense perplexity on {corpus} is {ppl:.4g}, above eval.ppl.max_dense={self.max_dense:g}: the model, its "
-                    f"tokenizer or the text does not fit, and pruning would measure nothing. Check model.path, try "
+                    f"dense perplexity on {corpus} is {ppl:.4g}, above eval.ppl.max_dense={self.max_dense:g}: the "
+                    f"model, its tokenizer or the text does not fit, and pruning would measure nothing. Check model.path, try "
                     f"model.bos=always (some families need it) or model.dtype=float32, or raise eval.ppl.max_dense."
                 )
         return Dense(metrics, states)

@@ -3,6 +3,7 @@
 Reading the GGUF takes some twenty seconds a time, the safetensors one.
 """
 
+import sys
 from pathlib import Path
 
 from reprune.assets import asset, build_once, cache_dir
@@ -27,7 +28,11 @@ def model_folder(name: str) -> Path:
 def _convert(file: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    print(f"Converting {file.name} to safetensors (once) ...", file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # Read back as a GGUF model, transformers refuses to save it: its config says "quantized" although the weights

@@ -4,6 +4,7 @@ Weights are read as safetensors only, unless `model.allow_pickle=true`; code fro
 `model.trust_remote_code=true`.
 """
 
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -72,6 +73,7 @@ class Pretrained:
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        quiet_without_terminal()
         folder, revision = self._source
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -113,6 +115,14 @@ class Pretrained:
             f"model.path={self.path}: cannot be loaded ({reason}). Give a local folder with config.json and "
             f"*.safetensors, a hub id that this machine can reach, or model=smollm2, which needs no hub."
         )
+
+
+def quiet_without_terminal() -> None:
+    """Turn off the progress bars of transformers where nobody watches them."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
 
 
 def use_bos(bos: Bos, tokenizer: Any) -> bool:

@@ -44,7 +44,7 @@ class Fit:
 def fit(
     recon: Reconstruction,
     blocks: list[nn.Module],
-    keep: dict[nn.Parameter, Tensor],
+    keep: dict[Tensor, Tensor],
     predict: Callable[[Tensor], Tensor],
     inputs: Tensor,
     target: Tensor,
@@ -132,8 +132,8 @@ def fit(
 def unit_loss(kind: Loss, predicted: Tensor, target: Tensor) -> Tensor:
     """Return the loss of a unit's output, (batch, seq_len, hidden), against its target, as a scalar.
 
-    `mse` is the paper's. Where a few tokens carry nearly all of the norm (massive activations), it is a loss of those few;
-    `tokenwise` counts every token alike: ||difference||^2 / ||target||^2, averaged over tokens.
+    `mse` is the paper's. Where a few tokens carry nearly all of the norm (massive activations), it is a loss of those
+    few; `tokenwise` counts every token alike: ||difference||^2 / ||target||^2, averaged over tokens.
     """
     squared = (predicted - target).square()
     if kind is Loss.mse:
@@ -142,14 +142,16 @@ def unit_loss(kind: Loss, predicted: Tensor, target: Tensor) -> Tensor:
 
 
 def trainable_parameters(
-    trainable: Trainable, blocks: list[nn.Module], keep: dict[nn.Parameter, Tensor]
+    trainable: Trainable, blocks: list[nn.Module], keep: dict[Tensor, Tensor]
 ) -> list[nn.Parameter]:
     """List the parameters that may move: pruned weights; with norms, every other vector that is no bias; or all."""
     named = [pair for block in blocks for pair in block.named_parameters()]
     if trainable is Trainable.all:
         return [param for _, param in named]
     norms = trainable is Trainable.weights_and_norms
-    return [param for name, param in named if param in keep or (norms and param.ndim == 1 and not name.endswith("bias"))]
+    return [
+        param for name, param in named if param in keep or (norms and param.ndim == 1 and not name.endswith("bias"))
+    ]
 
 
 def rate(recon: Reconstruction, step: int, total: int) -> float:

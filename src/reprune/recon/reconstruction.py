@@ -127,13 +127,13 @@ class Reconstruction:
         )
         if self.inputs is Inputs.dense and self.target is Target.local:
             raise ConfigError(
-                "recon.inputs=dense with recon.target=local: on dense inputs the dense unit's output is the dense stream, "
-                "which is what recon.target=dense says. Use recon.target=dense."
+                "recon.inputs=dense with recon.target=local: on dense inputs the dense unit's output is the dense "
+                "stream, which is what recon.target=dense says. Use recon.target=dense."
             )
         if (self.epochs is None) == (self.steps is None):
             raise ConfigError(
-                f"recon.epochs={self.epochs} and recon.steps={self.steps}: exactly one of them sets the length of training. "
-                f"Set the other to null."
+                f"recon.epochs={self.epochs} and recon.steps={self.steps}: exactly one of them sets the length of "
+                f"training. Set the other to null."
             )
         require(self.epochs is None or 0 < self.epochs < math.inf, "epochs", "must be a positive number of passes.")
         require(self.steps is None or self.steps >= 1, "steps", "must be at least 1.")
