@@ -133,7 +133,7 @@ def build_plan(config: DictConfig, load_option: Callable[[str, str], DictConfig]
         ConfigError: a setting is unknown, missing, of the wrong type, out of range, or contradicts another.
     """
     _reject_nan(config)
-    calib_node = dict(config.calib)
+    calib_node: Any = OmegaConf.to_container(config.calib, resolve=True)  # a missing value stays for build to name
     draw = {key: _whole(f"calib.{key}", calib_node.pop(key, None)) for key in DRAW_KEYS}
     calib_name = _name(config.calib)
     nodes: dict[str, Any] = {calib_name: calib_node}

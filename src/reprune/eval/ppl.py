@@ -65,8 +65,9 @@ class Perplexity:
             if not ppl <= self.max_dense:
                 raise NumericalError(
                     f"dense perplexity on {corpus} is {ppl:.4g}, above eval.ppl.max_dense={self.max_dense:g}: the "
-                    f"model, its tokenizer or the text does not fit, and pruning would measure nothing. Check model.path, try "
-                    f"model.bos=always (some families need it) or model.dtype=float32, or raise eval.ppl.max_dense."
+                    f"model, its tokenizer or the text does not fit, and pruning would measure nothing. Check "
+                    f"model.path, try model.bos=always (some families need it) or model.dtype=float32, or raise "
+                    f"eval.ppl.max_dense."
                 )
         return Dense(metrics, states)
 
