@@ -4,7 +4,7 @@ import transformers as hf
 
 from reprune.blocks import decoder_blocks, linears
 from reprune.errors import NumericalError
-from reprune.statistics import Factor, InputNorm
+from reprune.statistics import Hessian, InputNorm
 from reprune.streams import Stream
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_gather_finds_the_linears_that_read_one_input(family, model, tokens):
     assert torch.equal(output, stream.run(block, 0, stream.pruned, "dense model"))
 
 
-@pytest.mark.parametrize("kind", [Factor, InputNorm])
+@pytest.mark.parametrize("kind", [Hessian, InputNorm])
 def test_ending_a_pass_early_gives_the_same_statistics(model, tokens, kind):
     stream = enter(model, tokens(5))
     block = decoder_blocks(model)[1]

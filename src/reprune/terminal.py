@@ -15,6 +15,7 @@ from reprune.rundir import explained
 from reprune.walk import BlockRecord, sparsity
 
 log = logging.getLogger("reprune")
+WIDTH = 22  # of a column of errors
 
 
 @contextmanager
@@ -47,9 +48,10 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
 
 def block_header(corpora: list[str], trains: bool) -> str:
     """Head the lines of `block_line`."""
-    names = "".join(f"{name:>19}" for name in corpora)
-    return f"{'block':>5}{names}{'sparsity':>10}{'seconds':>9}\n" + (
-        "      relative error after pruning > after reconstruction" if trains else "      relative error after pruning"
+    names = "".join(f"{name:>{WIDTH}}" for name in corpora)
+    what = "after pruning > after reconstruction" if trains else "after pruning"
+    return (
+        f"\nRelative error of the hidden states to the dense model's, {what}:\n{'block':>5}{names}  sparsity  seconds"
     )
 
 
@@ -58,8 +60,8 @@ def block_line(record: BlockRecord, corpora: list[str], trains: bool) -> str:
     cells = []
     for name in corpora:
         before, after = record.before[name].relative, record.after[name].relative
-        cells.append(f"{before:8.5f} > {after:8.5f}" if trains else f"{after:19.5f}")
-    row = "".join(f"{cell:>19}" for cell in cells)
+        cells.append(f"{before:.5f} > {after:.5f}" if trains else f"{after:.5f}")
+    row = "".join(f"{cell:>{WIDTH}}" for cell in cells)
     return f"{record.block:>5}{row}{sparsity([record]):>10.4f}{sum(record.seconds.values()):>9.1f}"
 
 

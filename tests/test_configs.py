@@ -1,0 +1,149 @@
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from reprune.cli import guard, load_option
+from reprune.config import Plan, build_plan
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+OPTIONS = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra")
+GROUPS = {group: sorted(name for other, name in OPTIONS if other == group) for group, _ in OPTIONS}
+
+
+def test_every_folder_was_walked():
+    assert len(OPTIONS) >= 23
+    assert {"model", "calib", "sparsity", "pruner", "recon", "eval"} <= GROUPS.keys()
+    assert {"none", "br", "gp", "cr", "decoupled"} <= set(GROUPS["recon"])
+    assert {"magnitude", "wanda", "sparsegpt"} <= set(GROUPS["pruner"])
+    assert not list(CONF.glob("*/*/*.yaml"))  # deeper ones would not be found
+
+
+@pytest.mark.parametrize(("group", "name"), OPTIONS, ids="/".join)
+def test_every_option_composes_and_builds(group, name, plan_of):
+    values = {"eval": f"[{name}]", "experiment": name}
+    prefix = "+" if group == "experiment" else ""
+    plan = plan_of([f"{prefix}{group}={values.get(group, name)}"])
+    assert isinstance(plan, Plan)
+    assert plan.resolved["seed"] == 0
+
+
+def test_the_default_config_builds():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        plan = build_plan(compose("config", overrides=["run_name=test"]), load_option)
+    assert (plan.calib, plan.heldout) == ("sotu", ["sotu", "wiki"])
+    assert plan.evals["ppl"].corpora == ["sotu", "wiki"]
+
+
+def test_resolved_settings_build_the_same_plan(plan_of, local):
+    # The resolved config must stand alone: no option files, no interpolations.
+    plan = plan_of(["recon=cr", "heldout=[local,wiki]"])
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        from omegaconf import OmegaConf
+
+        again = build_plan(OmegaConf.create(plan.resolved), lambda *_: pytest.fail("an option was looked up"))
+    assert again == plan
+
+
+@pytest.fixture
+def said(local, capsys):
+    """(overrides) -> what the program says of them before it ends with the exit code of a wrong setting."""
+
+    def make(overrides):
+        def main():
+            with initialize_config_dir(str(CONF), version_base="1.3"):
+                build_plan(compose("config", overrides=[*local, *overrides]), load_option).check_length()
+
+        with pytest.raises(SystemExit) as stopped:
+            guard(main, CONF)
+        text = capsys.readouterr().err
+        assert stopped.value.code == 2, text
+        assert "Traceback" not in text
+        return text
+
+    return make
+
+
+MISTAKES = {
+    "sparsity.ratio=1.0": "sparsity.ratio=1: removes everything",
+    "sparsity.ratio=-0.1": "sparsity.ratio=-0.1: is negative",
+    "sparsity.ratio=50": "not percent. Set sparsity.ratio=0.5.",
+    "sparsity.ratio=nan": "sparsity.ratio=nan: not a number",
+    "sparsity.ratio=half": "sparsity.ratio: Value 'half'",
+    "sparsity.ratio=null": "sparsity.ratio=null with sparsity.pattern=unstructured",
+    "sparsity.pattern=4:2": "sparsity.pattern=4:2: means at most 4 kept of every 2",
+    "sparsity.pattern=0:4": "sparsity.pattern=0:4: keeps nothing",
+    "sparsity.pattern=2/4": "sparsity.pattern=2/4: not a pattern",
+    "sparsity.pattern=2:4 sparsity.ratio=0.7": "sparsity.ratio=0.7 with sparsity.pattern=2:4",
+    "sparsity.ratoi=0.5": "Did you mean ratio",
+    "calib.count=0": "calib.count=0: must be at least 1",
+    "calib.count=-3": "calib.count=-3: must be at least 1",
+    "calib.count=many": "calib.count=many: must be a whole number",
+    "calib.count=1.5": "calib.count=1.5: must be a whole number",
+    "calib.count=true": "calib.count=True: must be a whole number",
+    "calib.seq_len=1": "calib.seq_len=1: must be at least 2",
+    "calib.seq_len=1025": "calib.seq_len=1025: a random Llama with 2 blocks of width 32 has 1024 positions",
+    "eval.ppl.seq_len=4096": "eval.ppl.seq_len=4096: a random Llama with 2 blocks of width 32 has 1024 positions",
+    "calib.heldout_count=0": "use heldout=[] to measure no held-out corpus",
+    "calib=nosuch": "calib=nosuch: no such option. Options of calib: local, sotu, wiki",
+    "calib=wikki": "Did you mean wiki",
+    "calib.paths=null": "calib.paths",
+    "pruner=sparsgpt": "pruner=sparsgpt: no such option. Did you mean sparsegpt",
+    "model=tinny": "Did you mean tiny",
+    "recon=pg": "Options of recon:",
+    "recon.learning_rate=abc": "recon.learning_rate: Value 'abc'",
+    "recon.learning_rate=0": "recon.learning_rate=0.0: must be a positive number",
+    "recon.learning_rate=inf": "recon.learning_rate=inf: must be a positive number",
+    "recon.learning_rate=nan": "recon.learning_rate=nan: not a number",
+    "recon.lerning_rate=1e-3": "Did you mean learning_rate",
+    "recon.schedule=step": "recon.schedule: Invalid value 'step'",
+    "recon.window=0": "recon.window=0: must be at least 1",
+    "recon.stride=2": "recon.stride=2: must be between 1 and recon.window=1",
+    "recon.steps=10": "exactly one of them sets the length of training",
+    "recon.epochs=null": "exactly one of them sets the length of training",
+    "recon.warmup=1": "recon.warmup=1.0: is a fraction",
+    "recon.beta1=1": "recon.beta1=1.0: must lie in [0, 1)",
+    "recon=br recon.inputs=dense": "Use recon.target=dense",
+    "recon.batch_size=33": "recon.batch_size=33: there are only calib.count=32 sequences",
+    "recon.batch_size=0": "recon.batch_size=0: must be at least 1",
+    "recon.keep_best=heldout heldout=[] eval=[]": "recon.keep_best=heldout with heldout=[]",
+    "heldout=[nosuch]": "nosuch: not a corpus. Options of calib: local, sotu, wiki",
+    "heldout=[wikki]": "Did you mean wiki",
+    "heldout=wiki": "heldout=wiki: must be a list",
+    "heldout=[wiki,wiki]": "a corpus is named twice",
+    "batch_size=0": "batch_size=0: must be at least 1",
+    "seed=abc": "seed",
+    "dry_run=perhaps": "dry_run",
+    "sead=1": "Did you mean seed",
+    "prunner=wanda": "Did you mean pruner",
+    "eval.ppl.window=3": "Did you mean windows",
+    "eval=[pppl]": "Did you mean ppl",
+    "model.hiden_size=3": "Did you mean hidden_size",
+    "model.dtype=float8": "model.dtype: Invalid value 'float8'",
+    "pruner._target_=os.system": "pruner._target_=os.system: must name a class of this package",
+    "pruner._target_=reprune.pruner.wanda.Nosuch": "there is no such class",
+    "+recon.nosuch=1": "recon.nosuch: no such setting",
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_gets_one_clear_message(said, typed):
+    text = said(typed.split())
+    assert MISTAKES[typed] in text
+    assert len(text.strip().splitlines()) == 1
+
+
+def test_every_contradiction_is_named_at_once(said):
+    text = said(["calib.count=0", "batch_size=0", "calib.heldout_count=0"])
+    assert [line.split("=")[0] for line in text.split("\n") if line] == ["calib.count", "calib.heldout_count", "batch_size"]
+
+
+def test_a_setting_that_must_be_given(capsys):
+    def main():
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            build_plan(compose("config", overrides=["calib=local", "run_name=x"]), load_option)
+
+    with pytest.raises(SystemExit) as stopped:
+        guard(main, CONF)
+    assert stopped.value.code == 2
+    assert "calib.paths: must be set" in capsys.readouterr().err
