@@ -12,7 +12,14 @@ from reprune.model.tiny import Tiny
 from reprune.walk import CALIB, Walk
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-WORDS = ["the", "of", "and", "to", "in", "a", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they", "at", "be", "this", "from", "have", "or", "by", "one", "had", "not", "but", "what", "all", "were", "when", "we", "there", "can", "an", "your", "which", "their", "said", "if", "do", "will", "each", "about", "how", "up", "out", "them", "then", "she", "many", "some", "so", "these", "would", "other", "into", "has", "more", "her", "two", "like", "him", "see", "time", "could", "no", "make", "than", "first", "been", "its", "who", "now", "people", "my", "made", "over", "did", "down", "only", "way", "find", "use", "may", "water", "long", "little", "very", "after", "words", "called", "just", "where", "most", "know", "river", "winter", "stone"]
+COMMON = (
+    "the of and to in a is that it was for on are as with his they at be this from have or by one had not but "
+    "what all were when we there can an your which their said if do will each about how up out them then she many "
+    "some so these would other into has more her two like him see time could no make than first been its who now "
+    "people my made over did down only way find use may water long little very after words called just where most "
+    "know river winter stone "
+)
+WORDS = COMMON.split()
 
 # One thread: on matrices this small more only wait for each other, for minutes if the machine is busy.
 torch.set_num_threads(1)
@@ -63,7 +70,7 @@ def local(text_file):
 
 @pytest.fixture
 def plan_of(local):
-    """(overrides) -> the built plan of the repository's config, on the tiny model and a local file unless they differ."""
+    """(overrides) -> the built plan of the repository's config, on the tiny model and a local file unless told."""
 
     def make(overrides=()):
         with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -66,7 +66,12 @@ def _curves(axes: Axes, blocks: list[dict[str, Any]]) -> None:
             axes.plot([step / fit["steps"] for step in steps], [loss / losses[0] for loss in losses], color=color, lw=1)
     depth = plt.Normalize(0, max(1, len(blocks) - 1))
     axes.figure.colorbar(plt.cm.ScalarMappable(depth, shade), ax=axes, label="block")
-    axes.set(xlabel="fraction of the steps", ylabel="training loss over its first mean", title="Training curves")
+    axes.set(
+        xlabel="fraction of the steps",
+        ylabel="training loss over its first mean",
+        yscale="log",
+        title="Training curves",
+    )
 
 
 def _seconds(axes: Axes, blocks: list[dict[str, Any]]) -> None:

@@ -1,8 +1,11 @@
+import copy
+
 import pytest
 import torch
 import transformers as hf
 from torch.nn import functional as F
 
+from reprune.blocks import decoder_blocks
 from reprune.errors import NumericalError
 from reprune.eval.ppl import Perplexity
 
@@ -27,8 +30,12 @@ MODELS = {"tiny": lambda tiny_model, seed: tiny_model(seed=seed), "gemma2": gemm
 
 @pytest.fixture(params=MODELS)
 def pair(request, tiny_model):
-    """Two models of one shape."""
-    return [MODELS[request.param](tiny_model, seed) for seed in (0, 1)]
+    """A model and a copy whose blocks are damaged; the two share the output head, as a dense and a pruned model do."""
+    dense = MODELS[request.param](tiny_model, 0)
+    pruned, generator = copy.deepcopy(dense), torch.Generator().manual_seed(1)
+    for param in decoder_blocks(pruned).parameters():
+        param.data.mul_(torch.rand(param.shape, generator=generator) < 0.7)
+    return [dense, pruned]
 
 
 @torch.no_grad()
@@ -67,7 +74,8 @@ def test_divergence_by_hand(pair, tokens):
     kl = F.kl_div(pruned.log_softmax(-1), dense.log_softmax(-1), log_target=True, reduction="none").sum(-1)
     assert metrics["kl/text"] == pytest.approx(kl.mean().item(), rel=1e-4)
     assert metrics["kl_stderr/text"] == pytest.approx(kl.mean(1).std().item() / 5**0.5, rel=1e-3)
-    assert metrics["agreement/text"] == pytest.approx((dense.argmax(-1) == pruned.argmax(-1)).double().mean().item())
+    agreement = (dense.argmax(-1) == pruned.argmax(-1)).double().mean().item()
+    assert metrics["agreement/text"] == pytest.approx(agreement, abs=2.5 / 995)  # float32 makes a tie or two of 995
     assert 0 < metrics["agreement/text"] < 1
 
 
@@ -90,7 +98,9 @@ def test_the_batch_does_not_matter(pair, tokens):
 
 
 def test_an_absurd_dense_perplexity_stops(tiny_model, tokens):
-    with pytest.raises(NumericalError, match=r"dense perplexity on text is .*above eval\.ppl\.max_dense=2.*model\.bos=always"):
+    with pytest.raises(
+        NumericalError, match=r"dense perplexity on text is .*above eval\.ppl\.max_dense=2.*model\.bos=always"
+    ):
         perplexity(max_dense=2.0).dense(tiny_model(), {"text": tokens(3, 20)}, lambda: None)
 
 

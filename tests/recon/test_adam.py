@@ -121,7 +121,13 @@ def test_keep_best_none_keeps_the_last(recon):
     before = linear.weight.clone()
     settings = recon(epochs=5, learning_rate=10.0, loss=Loss.mse, keep_best=KeepBest.none)
     result, _ = run(settings, linear, keep, inputs, target)
-    assert (result.start, result.best, result.last, result.best_step, result.evaluations) == (None, None, None, None, [])
+    assert (result.start, result.best, result.last, result.best_step, result.evaluations) == (
+        None,
+        None,
+        None,
+        None,
+        [],
+    )
     assert not torch.equal(linear.weight, before)
 
 
@@ -133,7 +139,9 @@ def test_a_loss_that_is_not_finite_names_unit_and_step(recon):
         calls.append(1)
         return linear(batch) * (math.nan if len(calls) == 3 else 1)
 
-    with pytest.raises(NumericalError, match=r"block 3, step 3 of 4: training loss is nan\. Lower recon\.learning_rate="):
+    with pytest.raises(
+        NumericalError, match=r"block 3, step 3 of 4: training loss is nan\. Lower recon\.learning_rate="
+    ):
         run(recon(epochs=1), linear, keep, inputs, target, predict)
 
 

@@ -1,0 +1,170 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from reprune.errors import CorpusError
+from reprune.pipeline import run
+from reprune.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["calib.count=6", "calib.seq_len=64", "calib.heldout_count=2", "eval.ppl.seq_len=64", "eval.ppl.windows=3"]
+
+
+@pytest.fixture(scope="session")
+def run_at(tmp_path_factory):
+    """(folder, overrides) -> the finished `python run.py`, started in a folder that is not the repository."""
+    # An empty cache and a proxy that nothing answers: whatever wants the network or an asset fails.
+    nowhere = {"REPRUNE_CACHE": str(tmp_path_factory.mktemp("cache")), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    dead = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    path = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+    def start(folder, *overrides):
+        command = [sys.executable, str(ROOT / "run.py"), *overrides]
+        env = os.environ | nowhere | dead | path
+        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def here(tmp_path_factory, text_file):
+    """A working directory with the text file in it, under a relative name."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "text.txt").write_bytes(text_file.read_bytes())
+    return folder
+
+
+LOCAL = ["model=tiny", "calib=local", "calib.paths=text.txt", "heldout=[local]", *SMALL]
+
+
+@pytest.fixture(scope="session")
+def finished(run_at, here):
+    """One whole run: what it printed and its directory."""
+    done = run_at(here, *LOCAL, "hydra.run.dir=out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done, here / "out"
+
+
+def test_a_run_leaves_a_complete_directory(finished):
+    _, path = finished
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    expected = {"config.resolved.yaml", "environment.json", "calib.json", "blocks.jsonl", "metrics.json", "run.log"}
+    assert expected | {"report.html", ".hydra/overrides.yaml"} <= names
+    assert any(name.startswith("plots/") for name in names)
+    assert not any(name.endswith(".tmp") for name in names)
+
+
+def test_metrics(finished):
+    metrics = json.loads((finished[1] / "metrics.json").read_text())
+    evaluated = {"ppl_dense", "ppl_dense_stderr", "ppl", "ppl_stderr", "kl", "kl_stderr", "agreement", "tokens"}
+    errors = {
+        f"{kind}/{corpus}/{block}" for kind in ("error", "mse") for corpus in ("calib", "local") for block in (0, 1)
+    }
+    rest = {"sparsity", "walk_seconds", "seconds", "peak_memory_bytes"}
+    assert metrics.keys() == {f"{name}/local" for name in evaluated} | errors | rest
+    assert metrics["sparsity"] == pytest.approx(0.5, abs=0.01)
+    assert metrics["tokens/local"] == 3 * 63
+    assert all(isinstance(value, int | float) for value in metrics.values())
+
+
+def test_blocks(finished):
+    metrics = json.loads((finished[1] / "metrics.json").read_text())
+    blocks = RunDir(finished[1]).read_blocks()
+    assert [block["block"] for block in blocks] == [0, 1]
+    for block in blocks:
+        assert block["after"].keys() == block["before"].keys() == {"calib", "local"}
+        assert len(block["linears"]) == 7
+        assert len(block["fits"]) == 1
+        for corpus, error in block["after"].items():
+            assert metrics[f"error/{corpus}/{block['block']}"] == error["relative"]
+
+
+def test_the_draws_are_written_down(finished):
+    drawn = json.loads((finished[1] / "calib.json").read_text())
+    assert drawn.keys() == {"calib", "heldout", "eval"}
+    calib, heldout, test = drawn["calib"], drawn["heldout"]["local"], drawn["eval"]["ppl"]["local"]
+    assert [item["split"] for item in (calib, heldout, test)] == ["calib", "heldout", "test"]
+    assert [item["count"] for item in (calib, heldout, test)] == [6, 2, 3]
+    used = [{piece["document"] for row in item["sequences"] for piece in row} for item in (calib, heldout, test)]
+    assert len(set.union(*used)) == sum(map(len, used))  # no document is in two splits
+
+
+def test_what_a_run_prints(finished):
+    done, path = finished
+    for word in ("model", "sparsity", "plan", "dense ppl", "pruned ppl", "out"):
+        assert word in done.stdout
+    assert done.stderr == ""
+    log = (path / "run.log").read_text()
+    assert "plan" in log
+    assert "Traceback" not in log
+    assert json.loads((path / "environment.json").read_text())["device"] == "cpu"
+
+
+def test_the_config_holds_every_setting(finished):
+    config = yaml.safe_load((finished[1] / "config.resolved.yaml").read_text())
+    assert config["run_name"] == "tiny-sparsegpt-gp-local"
+    assert config["calib"]["count"] == 6
+    assert "${" not in (finished[1] / "config.resolved.yaml").read_text()
+    assert "???" not in (finished[1] / "config.resolved.yaml").read_text()
+
+
+def test_a_sweep_makes_a_folder_for_each_cell(run_at, here, finished):
+    done = run_at(here, "-m", *LOCAL, "recon=none,gp", "hydra.sweep.dir=sweep")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = sorted(path.name for path in (here / "sweep").iterdir() if path.is_dir())
+    assert cells == ["0-tiny-sparsegpt-none-local", "1-tiny-sparsegpt-gp-local"]
+    none, gp = (json.loads((here / "sweep" / cell / "metrics.json").read_text()) for cell in cells)
+    assert gp["error/calib/1"] < none["error/calib/1"]
+    # The second cell is the run above: the same seed gives the same numbers, in a sweep or not.
+    alone = json.loads((finished[1] / "metrics.json").read_text())
+    moving = {"seconds", "walk_seconds", "peak_memory_bytes"}
+    assert {k: v for k, v in gp.items() if k not in moving} == {k: v for k, v in alone.items() if k not in moving}
+
+
+def test_a_dry_run_stops_before_weights(run_at, here):
+    done = run_at(here, *LOCAL, "dry_run=true", "hydra.run.dir=dry")
+    assert done.returncode == 0, done.stderr
+    assert "plan" in done.stdout
+    assert (here / "dry" / "config.resolved.yaml").exists()
+    assert not (here / "dry" / "blocks.jsonl").exists()
+    assert not (here / "dry" / "metrics.json").exists()
+
+
+def test_a_mistyped_setting(run_at, here):
+    done = run_at(here, *LOCAL, "sead=1", "hydra.run.dir=mistyped")
+    assert done.returncode == 2
+    assert "sead: no such setting. Did you mean seed" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (here / "mistyped" / "blocks.jsonl").exists()
+
+
+FILES = {
+    "latin.txt": ("Se\u00f1or\n".encode("latin-1"), "latin.txt:1: not UTF-8"),
+    "empty.txt": (b"", "empty.txt: has no text in it"),
+    "missing.txt": (None, "missing.txt: there is no such file"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_used(plan_of, tmp_path, name):
+    content, message = FILES[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    plan = plan_of([f"calib.paths={tmp_path / name}"])
+    with pytest.raises(CorpusError, match="Stopped while drawing text: .*" + re.escape(message)):
+        run(plan, tmp_path / "out")  # in this process, to be quick; how errors reach the terminal is tested below
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_too_little_text(run_at, here):
+    done = run_at(here, *LOCAL, "calib.count=5000", "hydra.run.dir=little")
+    assert done.returncode == 1
+    assert "calib.count=5000, calib.seq_len=64: 320000 tokens are asked of corpus local" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
