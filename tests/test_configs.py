@@ -116,6 +116,11 @@ MISTAKES = {
     "model.dtype=float8": "model.dtype: Invalid value 'float8'",
     "pruner._target_=os.system": "pruner._target_=os.system: must name a class of this package",
     "pruner._target_=reprune.pruner.wanda.Nosuch": "there is no such class",
+    "sparsity.ratoi=0.5": "sparsity.ratoi: no such setting. Did you mean ratio",
+    "recon.lerning_rate=1e-3": "Did you mean learning_rate",
+    "eval.ppl.window=3": "Did you mean windows",
+    "eval=[pppl]": "eval=pppl: no such option. Did you mean ppl",
+    "calib.paths=[": "calib.paths=[: cannot be read",
     "+recon.nosuch=1": "recon.nosuch: no such setting",
 }
 

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -64,19 +64,24 @@ def _fail(message: str, code: int) -> None:
 
 def _explain(error: Exception) -> str:
     """Shorten what Hydra says of a bad override and add the closest names that exist."""
-    causes = [str(error), str(error.__cause__ or "")]
-    text = " ".join(causes)
-    if match := re.search(r"Could not find '(\w+)/(\S+)'", text):
+    text, cause = str(error), str(error.__cause__ or "")
+    if match := re.search(r"Could not (?:find|load) '(\w+)/([^'\s]+)'", text):
         group, name = match.groups()
         options = _options(group)
         return f"{group}={name}: no such option.{near(name, options)} Options of {group}: {', '.join(options)}."
-    if match := re.search(r"(?:override|merging override) '?\+{0,2}([\w.@/]+?)(?:=\S*)?'?[.\s]", text):
+    if match := re.search(r"Could not override '([^']+)'", text):
         key = match.group(1)
         parent, _, word = key.rpartition(".")
         known = _keys(parent)
         if known and word not in known:
             return f"{key}: no such setting.{near(word, known)} Keys of {parent or 'the config'}: {', '.join(known)}."
-    return "\n".join(line for cause in causes for line in cause.splitlines()[:3] if line.strip())
+    if match := re.search(r"Error merging override (.+)", text):
+        return f"{match.group(1)}: {cause.splitlines()[0]}."
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override}: cannot be read ({text.splitlines()[0]}). Quote what the shell or Hydra may take apart."
+        )
+    return "\n".join(line for part in (text, cause) for line in part.splitlines()[:1])
 
 
 def _options(group: str) -> list[str]:
