@@ -12,6 +12,7 @@ import argparse
 import copy
 import time
 from collections import defaultdict
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -65,12 +66,12 @@ def plain_statistics(block: nn.Module, stream: Stream, index: int, hidden: Tenso
     return hessians, out
 
 
+@torch.no_grad()
 def plain_run(block: nn.Module, stream: Stream, index: int, hidden: Tensor) -> Tensor:
     """One sequence at a time."""
     out = torch.empty_like(hidden)
-    with torch.no_grad():
-        for row in range(len(hidden)):
-            out[row] = forward_block(block, hidden[row : row + 1], stream.call(index, 1))[0]
+    for row in range(len(hidden)):
+        out[row] = forward_block(block, hidden[row : row + 1], stream.call(index, 1))[0]
     return out
 
 
@@ -114,15 +115,14 @@ class Masked(nn.Module):
         return linear(inputs, self.mask * self.weight, self.bias)
 
 
-def plain_training(block: nn.Module, predict, inputs: Tensor, target: Tensor, steps: int, size: int) -> float:
-    """Adam over masked linears; returns seconds a step."""
+def plain_steps(block: nn.Module, predict, inputs: Tensor, target: Tensor, size: int):
+    """Adam over masked linears; each turn of the generator is a step."""
     for name, module in linears(block).items():
         parent, _, child = name.rpartition(".")
         setattr(block.get_submodule(parent), child, Masked(module))
     params = [param.requires_grad_(True) for param in block.parameters() if param.ndim > 1]
     optimizer = torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
-    begin = time.perf_counter()
-    for step in range(steps):
+    for step in count():
         rows = torch.arange(step * size, (step + 1) * size) % len(inputs)
         loss = mse_loss(predict(inputs[rows]), target[rows])
         loss.backward()
@@ -130,7 +130,7 @@ def plain_training(block: nn.Module, predict, inputs: Tensor, target: Tensor, st
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
-    return (time.perf_counter() - begin) / steps
+        yield
 
 
 def main() -> None:
@@ -162,61 +162,56 @@ def main() -> None:
         model, pruner=plan.pruner, recon=plan.recon, allocation=plan.allocation, corpora={"calib": tokens},
         batch_size=plan.batch_size, device=cpu, stream_device=cpu, seed=plan.seed,
     )  # fmt: skip
-    for record in walk:
+    records = iter(walk)
+    plain, plain_errors = Clock(), []
+    stream = Stream.enter(original, "calib", tokens, 1, cpu, cpu)
+    dense = pruned = stream.pruned
+    # The two sides take turns, block by block, so that a machine that slows down slows both.
+    for index, block in enumerate(list(decoder_blocks(original))[: args.blocks]):
+        record = next(records)
         for stage, seconds in record.seconds.items():
             ours.seconds[stage] += seconds
         errors.append(record.after["calib"].relative)
-        if len(errors) == args.blocks:
-            break
-
-    plain, plain_errors = Clock(), []
-    stream = Stream.enter(original, "calib", tokens, 1, cpu, cpu, [args.batch_size])
-    dense = pruned = stream.pruned
-    with torch.no_grad():
-        for index, block in enumerate(list(decoder_blocks(original))[: args.blocks]):
-            block.float()
-            hessians, _ = plain.time("statistics", lambda b=block, i=index, h=pruned: plain_statistics(b, stream, i, h))
-            dense = plain.time("dense", lambda b=block, i=index, h=dense: plain_run(b, stream, i, h))
-            for name, module in linears(block).items():
-                plain.time("pruning", lambda m=module, n=name, h=hessians: plain_sparsegpt(
-                    m.weight.data, h[n], plan.allocation.allocate(1)[0], plan.pruner.damping, plan.pruner.column_block
-                ))  # fmt: skip
-            pruned = plain.time("propagation", lambda b=block, i=index, h=pruned: plain_run(b, stream, i, h))
-            plain_errors.append(measure(pruned, dense).relative)
+        block.float().requires_grad_(False)
+        hessians, _ = plain.time("statistics", lambda b=block, i=index, h=pruned: plain_statistics(b, stream, i, h))
+        dense = plain.time("dense", lambda b=block, i=index, h=dense: plain_run(b, stream, i, h))
+        for name, module in linears(block).items():
+            plain.time("pruning", lambda m=module, n=name, h=hessians: plain_sparsegpt(
+                m.weight.data, h[n], plan.allocation.allocate(1)[0], plan.pruner.damping, plan.pruner.column_block
+            ))  # fmt: skip
+        pruned = plain.time("propagation", lambda b=block, i=index, h=pruned: plain_run(b, stream, i, h))
+        plain_errors.append(measure(pruned, dense).relative)
 
     # One block, the same inputs, target and zeros; the plain side gets a copy.
-    block = decoder_blocks(model)[args.blocks - 1].float()
+    index = args.blocks - 1
+    block = decoder_blocks(model)[index].float()
     twin = copy.deepcopy(block)
-    index, x, y = args.blocks - 1, stream.pruned, dense
-    call = stream.call(index, args.batch_size)
+    size = min(args.batch_size, plan.batch_size)
+    calls = Stream.enter(original, "calib", tokens, size, cpu, cpu, [args.batch_size])
+    whole = Stream.enter(original, "calib", tokens, args.batch_size, cpu, cpu)
     keep = {module.weight: module.weight != 0 for module in linears(block).values()}
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        training = [*overrides, "recon=gp", "recon.epochs=null", f"recon.steps={args.steps}", "recon.keep_best=none",
+        training = ["recon=gp", "recon.epochs=null", "recon.steps=1", "recon.keep_best=none",
                     f"recon.batch_size={args.batch_size}"]  # fmt: skip
-        recon = build_plan(compose("config", [o for o in training if o != "recon=none"]), cli.load_option).recon
-    begin = time.perf_counter()
-    fit(
-        recon,
-        [block],
-        keep,
-        lambda b: forward_block(block, b, call),
-        x,
-        y,
-        lambda: 0.0,
-        None,
-        torch.Generator(),
-        "bench",
+        rest = [item for item in overrides if item != "recon=none"]
+        recon = build_plan(compose("config", [*rest, *training]), cli.load_option).recon
+    steps = plain_steps(
+        twin, lambda b: forward_block(twin, b, whole.call(index, len(b))), pruned, dense, args.batch_size
     )
-    ours.seconds["step"] = (time.perf_counter() - begin) / args.steps
-    plain.seconds["step"] = plain_training(
-        twin, lambda b: forward_block(twin, b, call), x, y, args.steps, args.batch_size
-    )
+    for _ in range(args.steps):
+        ours.time("step", lambda: fit(
+            recon, [block], keep, lambda b: forward_block(block, b, calls.call(index, len(b))), pruned, dense,
+            lambda: 0.0, None, torch.Generator().manual_seed(0), size, "bench",
+        ))  # fmt: skip
+        plain.time("step", lambda: next(steps))
 
     print(
         f"{args.model}, {args.count} x {args.seq_len} tokens, {args.blocks} blocks, {torch.get_num_threads()} threads"
     )
     print(f"{'stage':<24}{'plain s':>10}{'ours s':>10}{'ratio':>8}")
     rows = {
+        "statistics": ("statistics",),
+        "pruning": ("pruning",),
         "statistics + pruning": ("statistics", "pruning"),
         "dense + propagation": ("dense", "propagation"),
         "walk": ("statistics", "pruning", "dense", "propagation"),

@@ -81,9 +81,9 @@ def plan_of(local):
 
 @pytest.fixture
 def walked(plan_of, tokens):
-    """(model, overrides, corpora, seed) -> the finished walk and its records; the model is changed in place."""
+    """(model, overrides, corpora, seed, rows) -> the finished walk and its records; the model is changed in place."""
 
-    def make(model, overrides=(), corpora=None, seed=0):
+    def make(model, overrides=(), corpora=None, seed=0, **rows):
         plan = plan_of(overrides)
         walk = Walk(
             model,
@@ -95,6 +95,7 @@ def walked(plan_of, tokens):
             device=torch.device("cpu"),
             stream_device=torch.device("cpu"),
             seed=seed,
+            **rows,
         )
         return walk, list(walk)
 

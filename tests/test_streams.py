@@ -123,7 +123,7 @@ def test_entering_leaves_the_model_as_it_was(model, tokens, dtype):
     model = model.to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     logits = model(input_ids=tokens(1)).logits
-    stream = enter(model, tokens(5), extra_batch_sizes=[3])
+    stream = enter(model, tokens(5), parts=[3])
     assert stream.pruned.dtype == torch.float32
     after = model.state_dict()
     assert before.keys() == after.keys()
@@ -143,13 +143,13 @@ def test_a_bfloat16_model_is_computed_in_float32(tiny_model, tokens):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_a_training_batch_gets_its_own_arguments(tiny_model, tokens):
+def test_a_part_gets_its_own_arguments(tiny_model, tokens):
     model = tiny_model()
-    stream = enter(model, tokens(4), extra_batch_sizes=[3])
-    call = stream.call(1, 3)
+    stream = enter(model, tokens(4), parts=[3])
+    call = stream.call(1, 1)  # three in batches of two leave one
     with torch.no_grad():
-        batch = decoder_blocks(model)[1](stream.pruned[:3], *call.args, **call.kwargs)
-    torch.testing.assert_close(batch, stream.run(decoder_blocks(model)[1], 1, stream.pruned, "x")[:3])
+        batch = decoder_blocks(model)[1](stream.pruned[:1], *call.args, **call.kwargs)
+    torch.testing.assert_close(batch, stream.run(decoder_blocks(model)[1], 1, stream.pruned, "x")[:1])
 
 
 def test_a_nan_names_corpus_block_and_stage(tiny_model, tokens):

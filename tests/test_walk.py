@@ -184,6 +184,34 @@ def test_the_estimate_counts_every_forward_pass(
     assert records[-1].forwards == expected
 
 
+@pytest.mark.parametrize("pruner", ["magnitude", "wanda"])
+@pytest.mark.parametrize("recon", ["none", "br", "cr", "decoupled"])
+def test_the_estimate_counts_rows_that_serve_for_one_purpose(tiny_model, walked, plan_of, tokens, pruner, recon):
+    overrides = [f"pruner={pruner}", f"recon={recon}", *([] if recon == "none" else GENTLE)]
+    rows = {"mask_rows": slice(0, 5), "recon_rows": slice(2, None)}
+    _, records = walked(tiny_model(3), overrides, {CALIB: tokens(9)}, **rows)
+    assert all(fit.best_step in (None, fit.steps) for record in records for fit in record.fits)
+    settings = plan_of(overrides).recon
+    expected = count_forwards(settings, pruner == "wanda", False, 3, calib=9, heldout=0, choose=5, learn=7)
+    assert records[-1].forwards == expected
+
+
+@pytest.mark.parametrize("recon", ["gp", "br", "decoupled", "cr"])
+def test_masks_and_weights_come_from_their_own_rows(tiny_model, walked, tokens, recon):
+    both = tokens(9)
+    first, alone = tiny_model(1), tiny_model(1)
+    walked(first, [f"recon={recon}", "pruner=wanda"], {CALIB: both}, mask_rows=slice(0, 4), recon_rows=slice(4, 9))
+    walked(alone, ["recon=none", "pruner=wanda"], {CALIB: both[:4]})
+    for weight, chosen in zip(weights(first).values(), weights(alone).values(), strict=True):
+        assert torch.equal(weight != 0, chosen != 0)  # the mask is that of the first four alone
+    # In a model of one block, what reconstruction learns is what it learns from the same rows in another place.
+    moved = tiny_model(1)
+    order = torch.cat([both[:4], both[4:], tokens(3, seed=5)])
+    walked(moved, [f"recon={recon}", "pruner=wanda"], {CALIB: order}, mask_rows=slice(0, 4), recon_rows=slice(4, 9))
+    for weight, other in zip(weights(first).values(), weights(moved).values(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-6)
+
+
 def test_windows_of_cross_block_reconstruction(plan_of):
     recon = plan_of(["recon=cr"]).recon
     assert [[*window.blocks] for window in recon.windows(4)] == [[0], [0, 1], [1, 2], [2, 3], [3]]

@@ -32,7 +32,14 @@ class Cost:
 
 
 def count_forwards(
-    recon: Reconstruction, statistics: bool, rounds: bool, num_blocks: int, calib: int, heldout: int
+    recon: Reconstruction,
+    statistics: bool,
+    rounds: bool,
+    num_blocks: int,
+    calib: int,
+    heldout: int,
+    choose: int | None = None,
+    learn: int | None = None,
 ) -> int:
     """Count the block forward passes of a walk outside of training, in sequences, by going through its events.
 
@@ -45,7 +52,10 @@ def count_forwards(
         num_blocks: of the model.
         calib: calibration sequences.
         heldout: sequences of all held-out corpora together.
+        choose: the calibration sequences that feed the pruner's statistics; None: all.
+        learn: those that reconstruction learns from; None: all.
     """
+    choose, learn = calib if choose is None else choose, calib if learn is None else learn
     total = 0
     calib_front = heldout_front = True  # whether the states in front of the next block are known
 
@@ -60,17 +70,18 @@ def count_forwards(
         for index in window.entering:
             fronts(index - window.blocks.start)
             teaches = local and width == 1
-            gathers = statistics or teaches or index == 0
-            total += calib * gathers + heldout + calib * (index != 0)  # at block 0 one pass serves as both
+            shared = statistics and choose == calib  # the statistics' pass sees what others need
+            total += choose * statistics + heldout + calib * (not (shared and index == 0))
+            total += learn * (teaches and not shared and index != 0)
             total += calib + heldout  # after pruning
         if recon.trains:
             if local and not (width == 1 and window.entering):
-                total += calib * width
+                total += learn * width
             if recon.keep_best is KeepBest.heldout:
                 total += heldout * width * (recon.evaluations + (not heldout_front))
                 calib_front, heldout_front = False, True
             elif recon.keep_best is KeepBest.calib and recon.inputs is Inputs.dense:
-                total += calib * width * (recon.evaluations + 1)
+                total += learn * width * (recon.evaluations + 1)
                 calib_front = heldout_front = False
             elif recon.keep_best is KeepBest.calib:
                 total += calib * width * (recon.evaluations + (not calib_front))

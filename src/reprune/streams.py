@@ -68,7 +68,7 @@ class Stream:
         batch_size: int,
         device: torch.device,
         stream_device: torch.device,
-        extra_batch_sizes: Sequence[int] = (),
+        parts: Sequence[int] = (),
     ) -> "Stream":
         """Start a stream: tokens (count, seq_len) int64 become the hidden states entering block 0, float32.
 
@@ -79,7 +79,7 @@ class Stream:
             batch_size: sequences a forward pass.
             device: where blocks compute.
             stream_device: where hidden states are kept.
-            extra_batch_sizes: other batch sizes that blocks will be called with, such as a training step's.
+            parts: how many sequences at a time will go through blocks beside all of them, in batches of batch_size.
 
         Raises:
             ModelError: blocks get arguments that depend on the tokens, so that they cannot be replayed.
@@ -96,8 +96,8 @@ class Stream:
                         f"{type(model).__name__} is unsupported because its blocks get arguments that depend on the "
                         f"tokens, so they cannot be captured once and replayed."
                     )
-            for size in extra_batch_sizes:
-                if size not in calls:
+            for size in {size for part in parts for size in (min(part, batch_size), part % batch_size)}:
+                if size and size not in calls:
                     calls[size] = stubs.run(tokens[:1].expand(size, -1))[1]
         moved = {size: [_to(call, device) for call in per_block] for size, per_block in calls.items()}
         return cls(name, torch.cat(chunks), moved, device, batch_size)

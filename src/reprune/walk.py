@@ -116,6 +116,8 @@ class Walk:
         device: where blocks compute; only the blocks of the window are there.
         stream_device: where hidden states are kept.
         seed: decides the order of the sequences in training.
+        mask_rows: the calibration sequences that the pruner's statistics see.
+        recon_rows: those that reconstruction learns from; errors are measured on all.
     """
 
     def __init__(
@@ -130,6 +132,8 @@ class Walk:
         device: torch.device,
         stream_device: torch.device,
         seed: int,
+        mask_rows: slice = slice(None),
+        recon_rows: slice = slice(None),
     ) -> None:
         self.blocks = decoder_blocks(model)
         self.pruner = pruner
@@ -138,10 +142,14 @@ class Walk:
         self.sparsities = allocation.allocate(len(self.blocks))
         self.device = device
         self.seed = seed
+        count = len(corpora[CALIB])
+        self.mask_rows, self.recon_rows = (slice(*rows.indices(count)[:2]) for rows in (mask_rows, recon_rows))
+        self.all_choose = self.mask_rows == slice(0, count)  # whether every calibration sequence feeds the statistics
+        parts = [self.recon_rows.stop - self.recon_rows.start, self.mask_rows.stop - self.mask_rows.start]
+        parts += [recon.batch_size] * recon.trains
         self.streams = {
             name: Stream.enter(
-                model, name, tokens, batch_size, device, stream_device,
-                extra_batch_sizes=[recon.batch_size] if recon.trains and name == CALIB else [],
+                model, name, tokens, batch_size, device, stream_device, parts=parts if name == CALIB else []
             )
             for name, tokens in corpora.items()
         }  # fmt: skip
@@ -170,19 +178,29 @@ class Walk:
         with self._timed([index], "propagation"):
             for stream in self.streams.values():
                 self._front(stream, range(window.blocks.start, index))
-        # Dense passes and statistics come first: pruning overwrites the only copy of the dense weights. One pass gives
-        # both the statistics and, for a window of one block, the local target; before the first pruned block, where the
-        # streams are still one, the dense states too.
+        # Dense passes and statistics come first: pruning overwrites the only copy of the dense weights. Where one pass
+        # can serve for several of statistics, local target and (before the first pruned block) dense states, it does.
         teaches = self.recon.trains and self.recon.target is Target.local and len(window.blocks) == 1
-        alike = self.calib.front is self.calib.dense[index]
+        entering = self.calib.front
+        assert entering is not None  # set above
+        alike = entering is self.calib.dense[index]
         with self._timed([index], "statistics"):
-            stats, groups, local = self._gather(held.module, index, want_output=teaches or alike)
+            stats, groups, output = self._gather(held.module, index, want_output=teaches or alike)
         with self._timed([index], "dense"):
             for stream in self.streams.values():
-                known = local if alike and stream is self.calib else None
                 stream.dense[index + 1] = (
-                    known if known is not None else stream.run(held.module, index, stream.dense[index], "dense model")
+                    output
+                    if output is not None and alike and stream is self.calib
+                    else stream.run(held.module, index, stream.dense[index], "dense model")
                 )
+        local = None
+        if teaches:
+            output = self.calib.dense[index + 1] if alike else output
+            local = (
+                output[self.recon_rows]
+                if output is not None
+                else self.calib.run(held.module, index, entering[self.recon_rows], "local target")
+            )
         if self.recon.trains and self.recon.target is Target.local and self.recon.window > 1:
             held.dense = copy.deepcopy(held.module)
         with self._timed([index], "pruning"):
@@ -197,13 +215,14 @@ class Walk:
     def _gather(
         self, block: nn.Module, index: int, want_output: bool
     ) -> tuple[dict[str, Any], list[list[str]], Tensor | None]:
-        """Collect the pruner's statistics on the pruned calibration stream, one for each distinct input."""
+        """Collect the pruner's statistics on the pruned calibration stream, one for each distinct input.
+
+        The block's output comes with them if it is wanted and the pass sees every sequence.
+        """
         assert self.calib.front is not None
         kind = self.pruner.statistic
         if kind is None:
-            if not want_output:
-                return {}, [], None
-            return {}, [], self.calib.run(block, index, self.calib.front, "local target")
+            return {}, [], None
         found = linears(block)
         stats: dict[str, Any] = {}
 
@@ -212,7 +231,8 @@ class Walk:
                 stats[name] = kind(weight_of(found[name]).shape[1], self.device)
             stats[name].update(inputs if inputs.ndim == 3 else inputs.unsqueeze(0))
 
-        groups, output = self.calib.gather(block, index, self.calib.front, update, found, want_output)
+        hidden = self.calib.front[self.mask_rows]
+        groups, output = self.calib.gather(block, index, hidden, update, found, want_output and self.all_choose)
         return stats, groups, output
 
     @torch.no_grad()
@@ -244,11 +264,11 @@ class Walk:
     def _target(self, window: Window, local: Tensor | None) -> Tensor:
         """Return what should leave the window on the calibration sequences."""
         if self.recon.target is Target.dense:
-            return self.calib.dense[window.blocks.stop]
+            return self.calib.dense[window.blocks.stop][self.recon_rows]
         if local is not None:
             return local
         # The window's dense snapshots teach, so that a block already pruned is never its own teacher.
-        hidden = self.calib.pruned
+        hidden = self.calib.pruned[self.recon_rows]
         for index in window.blocks:
             teacher = self.open[index].dense
             assert teacher is not None
@@ -260,7 +280,8 @@ class Walk:
         recon, calib = self.recon, self.calib
         modules = [self.open[index].module for index in window.blocks]
         keep = {param: mask for index in window.blocks for param, mask in self.open[index].keep.items()}
-        inputs = calib.dense[window.blocks.start] if recon.inputs is Inputs.dense else calib.pruned
+        entering = calib.dense[window.blocks.start] if recon.inputs is Inputs.dense else calib.pruned
+        inputs = entering[self.recon_rows]
 
         def predict(batch: Tensor) -> Tensor:
             for index, module in zip(window.blocks, modules, strict=True):
@@ -273,8 +294,10 @@ class Walk:
                 after = window.blocks.stop
                 errors = [measure(self._front(s, window.blocks), s.dense[after]).relative for s in held_out]
                 return sum(errors) / len(errors)
-            dense = recon.inputs is Inputs.dense
-            output = self._through(calib, window.blocks, inputs) if dense else self._front(calib, window.blocks)
+            if recon.inputs is Inputs.dense:
+                output = self._through(calib, window.blocks, inputs)
+            else:
+                output = self._front(calib, window.blocks)[self.recon_rows]
             # A sequence at a time: the whole stream at once would double its memory.
             losses = [unit_loss(recon.loss, *pair).item() for pair in zip(output, target, strict=True)]
             return sum(losses) / len(losses)
@@ -289,7 +312,10 @@ class Walk:
             seed = hash((self.seed, window.blocks.start, window.blocks.stop)) % 2**63
             generator = torch.Generator().manual_seed(seed)
             name = f"block {window.blocks.start}" if len(modules) == 1 else f"blocks {[*window.blocks]}"
-            result = fit(recon, modules, keep, predict, inputs, target, error_of_new_weights, start, generator, name)
+            result = fit(
+                recon, modules, keep, predict, inputs, target, error_of_new_weights, start, generator,
+                calib.batch_size, name,
+            )  # fmt: skip
         if result.best_step != result.steps:
             self._forget_fronts()  # made by other weights than the ones that were kept
         for index in window.blocks:

@@ -81,15 +81,25 @@ def unit(seed=0):
     return linear, {linear.weight: keep}, inputs, target
 
 
-def run(recon, linear, keep, inputs, target, predict=None):
+def run(recon, linear, keep, inputs, target, predict=None, forward_size=8):
     def error():
         with torch.no_grad():
             return (linear(inputs) - target).square().mean().item()
 
     start = None if recon.keep_best is KeepBest.none else error()
     generator = torch.Generator().manual_seed(0)
-    args = (predict or linear, inputs, target, error, start, generator, "block 3")
+    args = (predict or linear, inputs, target, error, start, generator, forward_size, "block 3")
     return fit(recon, [linear], keep, *args), error
+
+
+@pytest.mark.parametrize("forward_size", [1, 3, 4])
+def test_a_batch_in_parts_is_the_same_step(recon, forward_size):
+    settings = recon(batch_size=4, epochs=None, steps=6)
+    whole, parts = unit(), unit()
+    reference, _ = run(settings, *whole)
+    accumulated, _ = run(settings, *parts, forward_size=forward_size)
+    torch.testing.assert_close(parts[0].weight, whole[0].weight, rtol=1e-5, atol=1e-6)
+    assert accumulated.curve == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in reference.curve]
 
 
 def test_training_lowers_the_error_and_keeps_zeros(recon):

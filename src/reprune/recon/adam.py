@@ -51,6 +51,7 @@ def fit(
     criterion: Callable[[], float],
     start: float | None,
     generator: torch.Generator,
+    forward_size: int,
     where: str,
 ) -> Fit:
     """Train a unit in place; its pruned weights stay exactly zero.
@@ -65,6 +66,7 @@ def fit(
         criterion: evaluates the error that `keep_best` goes by, under the present weights.
         start: its value before training, if `keep_best` is not none.
         generator: decides the order of the sequences.
+        forward_size: sequences that go through at once; a larger batch accumulates its gradient from such parts.
         where: names the unit in errors.
 
     Raises:
@@ -94,13 +96,17 @@ def fit(
     device = params[0].device
     for step in range(1, total + 1):
         rows = next(order)
-        loss = unit_loss(recon.loss, predict(inputs[rows].to(device)), target[rows].to(device))
-        if not math.isfinite(value := loss.item()):
+        value = 0.0
+        for part in rows.split(forward_size):
+            loss = unit_loss(recon.loss, predict(inputs[part].to(device)), target[part].to(device))
+            loss = loss * (len(part) / len(rows))  # losses are means over sequences of one length
+            loss.backward()
+            value += loss.item()
+        if not math.isfinite(value):
             raise NumericalError(
                 f"{where}, step {step} of {total}: training loss is {value}. Lower recon.learning_rate="
                 f"{recon.learning_rate:g} or raise recon.warmup={recon.warmup:g}."
             )
-        loss.backward()
         for param, mask in zip(params, masks, strict=True):
             if mask is not None and param.grad is not None:
                 param.grad.mul_(mask)  # a weight that starts at zero and gets no gradient stays exactly zero
