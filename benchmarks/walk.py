@@ -28,6 +28,7 @@ from reprune.recon.adam import fit
 from reprune.streams import Stream, forward_block
 from reprune.walk import Walk, measure
 
+TURN = 4  # training steps that one side takes before the other
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -140,8 +141,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=4, help="how many blocks to walk")
-    parser.add_argument("--steps", type=int, default=8, help="training steps to time")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences a training step, on both sides")
+    parser.add_argument("--steps", type=int, default=16, help="training steps to time, rounded down to fours")
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences a training step, on both sides")
     parser.add_argument("--calib", default="sotu")
     parser.add_argument("overrides", nargs="*", help="further config overrides, such as calib.paths=...")
     args = parser.parse_args()
@@ -191,19 +192,19 @@ def main() -> None:
     whole = Stream.enter(original, "calib", tokens, args.batch_size, cpu, cpu)
     keep = {module.weight: module.weight != 0 for module in linears(block).values()}
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        training = ["recon=gp", "recon.epochs=null", "recon.steps=1", "recon.keep_best=none",
+        training = ["recon=gp", "recon.epochs=null", f"recon.steps={TURN}", "recon.keep_best=none",
                     f"recon.batch_size={args.batch_size}"]  # fmt: skip
         rest = [item for item in overrides if item != "recon=none"]
         recon = build_plan(compose("config", [*rest, *training]), cli.load_option).recon
     steps = plain_steps(
         twin, lambda b: forward_block(twin, b, whole.call(index, len(b))), pruned, dense, args.batch_size
     )
-    for _ in range(args.steps):
+    for _ in range(max(1, args.steps // TURN)):
         ours.time("step", lambda: fit(
             recon, [block], keep, lambda b: forward_block(block, b, calls.call(index, len(b))), pruned, dense,
             lambda: 0.0, None, torch.Generator().manual_seed(0), size, "bench",
         ))  # fmt: skip
-        plain.time("step", lambda: next(steps))
+        plain.time("step", lambda: [next(steps) for _ in range(TURN)])
 
     print(
         f"{args.model}, {args.count} x {args.seq_len} tokens, {args.blocks} blocks, {torch.get_num_threads()} threads"

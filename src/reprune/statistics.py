@@ -123,16 +123,17 @@ class Hessian:
                 f"Hessian not finite: {bad} of {columns} input features are NaN, infinite or too large to square in "
                 f"float32 ({self.num_tokens} tokens). Use model.dtype=float32 or bfloat16."
             )
-        hessian = self.matrix
+        scale = 2 / self.num_sequences
         dead = diagonal == 0
-        live = hessian.diagonal()[~dead]
-        mean = live.mean() if len(live) else torch.ones_like(hessian[0, 0])
-        hessian.diagonal()[dead] = mean
+        live = diagonal[~dead] * scale
+        mean = live.mean() if len(live) else torch.ones_like(self.total[0, 0])
+        undamped = torch.where(dead, mean, diagonal * scale).flip(0)
         added = damping
         while True:
             # With J reversing the order, J (H + added) J = L L^T gives (H + added)^-1 = U^T U for U = J L^-1 J.
-            damped = hessian.flip(0, 1)
-            damped.diagonal().add_(added * mean)
+            # Transposed and reversed, the valid part of the sum lies below the diagonal, which is all that is read.
+            damped = self.total.T.flip(0, 1).mul_(scale)
+            damped.diagonal().copy_(undamped + added * mean)
             lower, failed = torch.linalg.cholesky_ex(damped)
             if not failed.item():
                 break
@@ -142,7 +143,7 @@ class Hessian:
                     f"damping={damping:g} to {added:g}). Raise calib.count or pruner.max_damping."
                 )
             added = min(10 * added, max_damping)
-        del damped, hessian
+        del damped
         identity = torch.eye(columns, dtype=torch.float32, device=lower.device)
         upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).contiguous()
         return Factor(upper, dead, added)
