@@ -8,9 +8,11 @@ import torch
 
 from reprune.blocks import decoder_blocks, linears, weight_of
 from reprune.config import Plan
+from reprune.devices import peak_memory_bytes
 from reprune.recon.reconstruction import Inputs, KeepBest, Reconstruction, Target
 
 EFFICIENCY = 0.75  # share of the matrix peak that whole blocks reach, measured on two CPUs
+OVERHEAD = 250 * 2**20  # bytes for text, tokenizer, plots, and freed memory that the allocator keeps; measured
 SEARCH = 1.5  # SparseGPT-like work on statistics, as a multiple of their matrix products
 
 
@@ -21,7 +23,7 @@ class Cost:
     Attributes:
         forwards: block forward passes outside of training, in sequences.
         trained: block forward and backward passes in training, in sequences.
-        peak_bytes: memory on top of the running process.
+        peak_bytes: the most memory that will be in use: of the process, or on a CUDA device of what is allocated there.
         seconds: of walk and evaluation, on the computing device.
     """
 
@@ -129,16 +131,25 @@ def estimate(plan: Plan, skeleton: Any, device: torch.device) -> Cost:
 
     stream = (plan.count + heldout) * plan.seq_len * hidden * 4
     block_bytes = sum(param.numel() for param in blocks[0].parameters()) * 4
-    size = max(recon.batch_size if recon.trains else 1, plan.batch_size) * plan.seq_len * 4
+    at_once = plan.batch_size * plan.seq_len * 4  # of one number for every token of a forward pass
     widest = max(rows for rows, _ in shapes)
-    activations = size * (8 * hidden + 4 * widest) * (max(spans) if recon.trains else 1)
-    peak = (
-        sum(param.numel() * param.element_size() for param in skeleton.parameters())
-        + (5 if recon.trains and recon.target is Target.local else 4) * stream
+    # A backward pass needs what every step of the forward pass read; without one the widest products are the most.
+    activations = at_once * ((20 * hidden + 6 * widest) * max(spans) if recon.trains else 2 * hidden + 4 * widest)
+    walk = (
+        (5 if recon.trains and recon.target is Target.local else 4) * stream
         + (6 if recon.trains else 2) * max(spans) * block_bytes
-        + 3 * 4 * max(columns for _, columns in shapes) ** 2
+        + 5 * 4 * max(columns for _, columns in shapes) ** 2  # a Hessian and what its factorisation needs
         + activations
     )
+    evaluation = max(
+        # Logits of the dense model beside those of the pruned one, and the dense states that they come from.
+        (item.seq_len * (2 * vocabulary * item.batch_size + hidden * item.windows * len(item.corpora)) * 4
+         for item in plan.evals.values()),
+        default=0,
+    )  # fmt: skip
+    weights_bytes = sum(param.numel() * param.element_size() for param in skeleton.parameters())
+    so_far = peak_memory_bytes(device) + (OVERHEAD if device.type == "cpu" else 0)
+    peak = so_far + weights_bytes + max(walk, evaluation)
     return Cost(forwards, trained, int(peak), flops / (EFFICIENCY * matrix_rate(device)))
 
 

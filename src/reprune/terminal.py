@@ -94,6 +94,7 @@ def size(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Write seconds for people."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 6000 else f"{seconds / 3600:.1f} h"

@@ -59,6 +59,7 @@ class Perplexity:
                 logits, hidden = _forward(model, batch)
                 states[corpus].append(hidden.cpu())
                 losses += [_compare(row, target).mean(0) for row, target in zip(logits, batch, strict=True)]
+                del logits  # before the next batch makes its own: nothing else takes as much memory
                 tick()
             metrics |= _perplexity(f"ppl_dense{{}}/{corpus}", torch.stack(losses)[:, 0])
             ppl = metrics[f"ppl_dense/{corpus}"]
@@ -85,6 +86,7 @@ class Perplexity:
                 logits, _ = _forward(model, batch, beside=hidden)
                 both = logits.chunk(2)
                 rows += [_compare(*pair).mean(0) for pair in zip(both[0], batch, both[1], strict=True)]
+                del logits, both
                 tick()
             loss, kl, agreement = torch.stack(rows).T
             metrics |= _perplexity(f"ppl{{}}/{corpus}", loss)

@@ -4,6 +4,8 @@ Reading the GGUF takes some twenty seconds a time, the safetensors one.
 """
 
 import sys
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 from reprune.assets import asset, build_once, cache_dir
@@ -31,10 +33,13 @@ def _convert(file: Path, target: Path) -> None:
     from transformers.utils import logging
 
     print(f"Converting {file.name} to safetensors (once) ...", file=sys.stderr, flush=True)
-    if not sys.stderr.isatty():
+    quiet = not sys.stderr.isatty()
+    if quiet:
         logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # The bar of the conversion itself heeds no setting.
+    with redirect_stderr(StringIO()) if quiet else nullcontext():
+        read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # Read back as a GGUF model, transformers refuses to save it: its config says "quantized" although the weights
     # are plain float32 by now. A model built from the config without that entry is an ordinary one.
     config = read.config
