@@ -1,8 +1,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,10 +26,16 @@ def run_at(tmp_path_factory):
     dead = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     path = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
-    def start(folder, *overrides):
+    def start(folder, *overrides, wait=True):
         command = [sys.executable, str(ROOT / "run.py"), *overrides]
         env = os.environ | nowhere | dead | path
-        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        if not wait:
+            return process
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     return start
 
@@ -168,3 +176,95 @@ def test_too_little_text(run_at, here):
     assert done.returncode == 1
     assert "calib.count=5000, calib.seq_len=64: 320000 tokens are asked of corpus local" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_full_disk(run_at, here):
+    full = Path("/dev/full")  # every write to it fails as on a full disk
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    (here / "full").mkdir()
+    (here / "full" / "blocks.jsonl").symlink_to(full)
+    done = run_at(here, *LOCAL, "hydra.run.dir=full")
+    assert done.returncode == 1
+    assert "Stopped in block 0: " in done.stderr
+    assert "blocks.jsonl: cannot be written (No space left on device). Free some space" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert (here / "full" / "calib.json").exists()  # what was written before stays
+    assert not (here / "full" / "metrics.json").exists()
+
+
+def test_a_log_on_a_full_disk(run_at, here):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    (here / "fullog").mkdir()
+    (here / "fullog" / "run.log").symlink_to(full)
+    done = run_at(here, *LOCAL, "hydra.run.dir=fullog")
+    assert done.returncode == 1
+    assert "run.log: cannot be written (No space left on device)" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_folder_that_cannot_be_made(run_at, here):
+    done = run_at(here, *LOCAL, "hydra.run.dir=text.txt/out")
+    assert done.returncode == 1
+    assert "text.txt/out" in done.stderr
+    assert "Not a directory" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_control_c_keeps_finished_blocks(run_at, here):
+    slow = ["model.num_blocks=60", "recon.epochs=40", "hydra.run.dir=stopped"]
+    process = run_at(here, *LOCAL, *slow, wait=False)
+    blocks = here / "stopped" / "blocks.jsonl"
+    deadline = time.monotonic() + 90
+    while not (blocks.exists() and blocks.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    kept = RunDir(here / "stopped").read_blocks()
+    assert [block["block"] for block in kept] == list(range(len(kept)))
+    assert f"{len(kept)} finished blocks are kept in" in out
+    assert "Stopped in block" in out
+    assert "Traceback" not in out + err
+    assert not (here / "stopped" / "metrics.json").exists()
+
+
+def test_a_run_that_dies_says_where_and_keeps_its_blocks(plan_of, tmp_path, monkeypatch):
+    plan = plan_of([*SMALL, "model.num_blocks=3", "pruner=wanda"])
+    prune, calls = type(plan.pruner).prune, []
+
+    def dying(*args):
+        calls.append(args)
+        if len(calls) > 14:  # seven linears a block
+            raise RuntimeError("the device is gone")
+        return prune(*args)
+
+    monkeypatch.setattr(type(plan.pruner), "prune", dying)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run(plan, tmp_path / "out")
+    log = (tmp_path / "out" / "run.log").read_text()
+    assert "Stopped in block 2: the device is gone" in log
+    assert "2 finished blocks are kept" in log
+    assert [block["block"] for block in RunDir(tmp_path / "out").read_blocks()] == [0, 1]
+
+
+@pytest.mark.slow
+def test_the_main_job_on_the_real_model(tmp_path):
+    """The README's command, on the assets; needs the package index or a filled REPRUNE_CACHE, and some minutes."""
+    env = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
+    small = ["calib.count=8", "eval.ppl.windows=4"]
+    rows = {}
+    for recon in ("none", "gp"):
+        command = [sys.executable, str(ROOT / "run.py"), f"recon={recon}", *small, f"hydra.run.dir={recon}"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stderr
+        rows[recon] = json.loads((tmp_path / recon / "metrics.json").read_text())
+    for corpus in ("sotu", "wiki"):
+        assert 15 < rows["gp"][f"ppl_dense/{corpus}"] < 45
+        assert rows["gp"][f"ppl/{corpus}"] < rows["none"][f"ppl/{corpus}"]
+        assert rows["gp"][f"error/{corpus}/29"] < rows["none"][f"error/{corpus}/29"]
+    assert rows["gp"]["sparsity"] == pytest.approx(0.5, abs=1e-4)

@@ -53,6 +53,10 @@ def guard(main: Callable[[], None], conf: Path) -> None:
     except (HydraException, OmegaConfBaseException) as error:
         with initialize_config_dir(str(conf), version_base="1.3"):
             _fail(_explain(error), USAGE_ERROR)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}. Give another folder with hydra.run.dir=...", FAILURE)
     except KeyboardInterrupt:
         _fail("Interrupted.", INTERRUPTED)
 

@@ -92,7 +92,7 @@ class RunDir:
     def read_blocks(self) -> list[dict[str, Any]]:
         """Read every finished line of blocks.jsonl."""
         path = self.path / "blocks.jsonl"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
         return [json.loads(line) for line in text.split("\n")[:-1]]  # what follows the last line end was cut off
 
 

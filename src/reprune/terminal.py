@@ -18,12 +18,24 @@ log = logging.getLogger("reprune")
 WIDTH = 22  # of a column of errors
 
 
+class _ToFile(logging.FileHandler):
+    """Writes to a file, and stops the run where that fails: a log with holes would not be one."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if isinstance(error, OSError):
+            log.removeHandler(self)  # what is said of it must not end up here again
+            with explained(Path(self.baseFilename)):
+                raise error
+        super().handleError(record)
+
+
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
     """Send this package's log to the terminal, and with times to a file."""
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(path, encoding="utf-8")
+        to_file = _ToFile(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     to_terminal = logging.StreamHandler(sys.stdout)
     log.setLevel(logging.INFO)
@@ -33,7 +45,8 @@ def logging_to(path: Path) -> Iterator[None]:
         yield
     finally:
         log.handlers = []
-        to_file.close()
+        with explained(path):
+            to_file.close()
 
 
 @contextmanager
