@@ -53,7 +53,7 @@ def _errors(axes: Axes, blocks: list[dict[str, Any]]) -> None:
     if trained:
         axes.plot([], [], "k:", alpha=0.7, label="before reconstruction of the block")
     axes.set(xlabel="block", ylabel="relative error to the dense model", yscale="log", title="Error by block")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
 
 
 def _curves(axes: Axes, blocks: list[dict[str, Any]]) -> None:
