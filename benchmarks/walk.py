@@ -201,8 +201,8 @@ def main() -> None:
     )
     for _ in range(max(1, args.steps // TURN)):
         ours.time("step", lambda: fit(
-            recon, [block], keep, lambda b: forward_block(block, b, calls.call(index, len(b))), pruned, dense,
-            lambda: 0.0, None, torch.Generator().manual_seed(0), size, "bench",
+            recon, [block], keep, lambda b: forward_block(block, b, calls.call(index, len(b))), pruned, dense, mse_loss,
+            lambda *_: (None, {}), torch.Generator().manual_seed(0), size, "block", "bench",
         ))  # fmt: skip
         plain.time("step", lambda: [next(steps) for _ in range(TURN)])
 

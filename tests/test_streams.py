@@ -84,7 +84,7 @@ def test_states_are_the_models_own(model, tokens):
 def test_gather_finds_the_linears_that_read_one_input(family, model, tokens):
     stream, seen = enter(model, tokens(5)), []
     block = decoder_blocks(model)[0]
-    groups, output = stream.gather(block, 0, stream.pruned, lambda name, _: seen.append(name), linears(block), True)
+    groups, output, _ = stream.gather(block, 0, stream.pruned, lambda name, *_: seen.append(name), linears(block), True)
     assert groups == GROUPS[family]
     assert seen == [group[0] for group in GROUPS[family]] * 3  # once a batch and group
     assert torch.equal(output, stream.run(block, 0, stream.pruned, "dense model"))
@@ -100,7 +100,7 @@ def test_ending_a_pass_early_gives_the_same_statistics(model, tokens, kind):
     def collect(want_output):
         stats = {}
 
-        def update(name, inputs):
+        def update(name, inputs, _):
             stats.setdefault(name, kind(inputs.shape[-1], CPU))
             stats[name].update(inputs if inputs.ndim == 3 else inputs.unsqueeze(0))
 

@@ -9,7 +9,8 @@ import torch
 from reprune.blocks import decoder_blocks, linears, weight_of
 from reprune.config import Plan
 from reprune.devices import peak_memory_bytes
-from reprune.recon.reconstruction import Inputs, KeepBest, Reconstruction, Target
+from reprune.recon.adam import spread
+from reprune.recon.reconstruction import Inputs, KeepBest, Reconstruction, Target, Unit
 
 EFFICIENCY = 0.75  # share of the matrix peak that whole blocks reach, measured on two CPUs
 OVERHEAD = 250 * 2**20  # bytes for text, tokenizer, plots, and freed memory that the allocator keeps; measured
@@ -42,6 +43,7 @@ def count_forwards(
     heldout: int,
     choose: int | None = None,
     learn: int | None = None,
+    units: int = 1,
 ) -> int:
     """Count the block forward passes of a walk outside of training, in sequences, by going through its events.
 
@@ -56,6 +58,8 @@ def count_forwards(
         heldout: sequences of all held-out corpora together.
         choose: the calibration sequences that feed the pruner's statistics; None: all.
         learn: those that reconstruction learns from; None: all.
+        units: pieces of a block that learn one after the other, where recon.unit is not a block. A pass that ends
+            inside the block counts as one.
     """
     choose, learn = calib if choose is None else choose, calib if learn is None else learn
     total = 0
@@ -66,30 +70,51 @@ def count_forwards(
         total += blocks * (calib * (not calib_front) + heldout * (not heldout_front))
         calib_front = heldout_front = True
 
+    solves = recon.solves_linears
+    paired = solves and recon.target is Target.dense  # least squares watches the dense stream too
+    together = choose == learn or not solves
+    # Whether the pass of the statistics sees every sequence, and so yields what others need.
+    shared = ((statistics or solves) and together and choose == calib) or (statistics and choose == calib)
     for window in recon.windows(num_blocks):
         width = len(window.blocks)
-        local = recon.trains and recon.target is Target.local
+        by_blocks = recon.trains and recon.unit is Unit.block
+        local = by_blocks and recon.target is Target.local
         for index in window.entering:
             fronts(index - window.blocks.start)
             teaches = local and width == 1
-            shared = statistics and choose == calib  # the statistics' pass sees what others need
-            total += choose * statistics + heldout + calib * (not (shared and index == 0))
+            if together:
+                total += choose * (statistics or solves) * (1 + paired)
+            else:
+                total += choose * statistics + learn * (1 + paired)
+            knows_dense = (
+                (shared and (index == 0 or (paired and together))) or (paired and not together and learn == calib)
+            )
+            total += heldout + calib * (not knows_dense)
             total += learn * (teaches and not shared and index != 0)
             total += calib + heldout  # after pruning
-        if recon.trains:
+            if solves:
+                calib_front = heldout_front = False
+        if by_blocks:
             if local and not (width == 1 and window.entering):
                 total += learn * width
-            if recon.keep_best is KeepBest.heldout:
-                total += heldout * width * (recon.evaluations + (not heldout_front))
-                calib_front, heldout_front = False, True
-            elif recon.keep_best is KeepBest.calib and recon.inputs is Inputs.dense:
-                total += learn * width * (recon.evaluations + 1)
-                calib_front = heldout_front = False
-            elif recon.keep_best is KeepBest.calib:
-                total += calib * width * (recon.evaluations + (not calib_front))
-                calib_front, heldout_front = True, False
-            else:
-                calib_front = heldout_front = False
+            steps = recon.num_steps(learn)
+            best = spread(steps, recon.evaluations) if recon.keep_best is not KeepBest.none else set()
+            watch = spread(steps, recon.heldout_evaluations)
+            by_heldout = recon.keep_best is KeepBest.heldout
+            seen = (watch | best) if by_heldout else watch
+            if seen:
+                total += heldout * width * (len(seen) + (not heldout_front))
+            if best and not by_heldout and recon.inputs is Inputs.dense:
+                total += learn * width * (len(best) + 1)
+            elif best and not by_heldout:
+                total += calib * width * (len(best) + (not calib_front))
+            calib_front = bool(best) and not by_heldout and recon.inputs is Inputs.pruned
+            heldout_front = bool(seen)
+        elif recon.trains:
+            # Each piece: its target, and the criterion before and along the way.
+            best = spread(recon.num_steps(learn), recon.evaluations) if recon.keep_best is not KeepBest.none else set()
+            total += learn * units * (1 + (len(best) + 1 if best else 0))
+            calib_front = heldout_front = False
         for index in window.leaving:
             for _ in range(1 + rounds):
                 last = index == window.blocks.stop - 1
@@ -117,10 +142,11 @@ def estimate(plan: Plan, skeleton: Any, device: torch.device) -> Cost:
     heldout = plan.heldout_count * len(plan.heldout)
     narrow = next(blocks[0].parameters()).dtype != torch.float32
     statistics = plan.pruner.statistic is not None
-    forwards = count_forwards(plan.recon, statistics, narrow, depth, plan.count, heldout)
+    units = {Unit.block: 1, Unit.submodule: 2, Unit.linear: len(shapes)}[plan.recon.unit]
+    forwards = count_forwards(plan.recon, statistics, narrow, depth, plan.count, heldout, units=units)
     recon = plan.recon
     spans = [len(window.blocks) for window in recon.windows(depth)]
-    trained = recon.num_steps(plan.count) * recon.batch_size * sum(spans) if recon.trains else 0
+    trained = recon.num_steps(plan.count) * recon.batch_size * sum(spans) * units if recon.trains else 0
 
     per_token = 2 * weights + 2 * plan.seq_len * hidden  # causal attention: half of 2 products of seq_len x hidden
     grams = 2 * sum(columns**2 for columns in {columns for _, columns in shapes}) * plan.count * plan.seq_len

@@ -89,8 +89,12 @@ class Hessian:
     @property
     def matrix(self) -> Tensor:
         """2 / num_sequences times the sum of x x^T, (in, in) float32, symmetric, without damping."""
-        lower = self.total.tril() * (2 / self.num_sequences)
-        return lower + lower.tril(-1).T
+        return self.gram * (2 / self.num_sequences)
+
+    @property
+    def gram(self) -> Tensor:
+        """Sum of x x^T itself, (in, in) float32, symmetric."""
+        return self.total.tril() + self.total.tril(-1).T
 
     def factor(self, damping: float, max_damping: float) -> Factor:
         """Factorise the damped inverse, raising the damping tenfold until it succeeds; computed once for all who ask.
@@ -147,3 +151,21 @@ class Hessian:
         identity = torch.eye(columns, dtype=torch.float32, device=lower.device)
         upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).contiguous()
         return Factor(upper, dead, added)
+
+
+class CrossMoment:
+    """Running sum of x_dense x^T over all tokens, where x_dense is the same input in the dense model.
+
+    Args:
+        in_features: of the linear.
+        device: where the sum is kept.
+    """
+
+    def __init__(self, in_features: int, device: torch.device | str) -> None:
+        self.total = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def update(self, inputs: Tensor, dense: Tensor) -> None:
+        """Add a batch of inputs and of the dense model's, each (sequences, tokens, in_features), any float dtype."""
+        columns = len(self.total)
+        self.total.addmm_(dense.reshape(-1, columns).float().T, inputs.reshape(-1, columns).float())

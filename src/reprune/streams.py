@@ -69,8 +69,9 @@ class Stream:
         device: torch.device,
         stream_device: torch.device,
         parts: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> "Stream":
-        """Start a stream: tokens (count, seq_len) int64 become the hidden states entering block 0, float32.
+        """Start a stream: tokens (count, seq_len) int64 become the hidden states entering block 0.
 
         Args:
             model: left as it was; its embeddings are computed in float32 whatever their dtype.
@@ -80,6 +81,7 @@ class Stream:
             device: where blocks compute.
             stream_device: where hidden states are kept.
             parts: how many sequences at a time will go through blocks beside all of them, in batches of batch_size.
+            dtype: hidden states are kept in; they are computed in float32.
 
         Raises:
             ModelError: blocks get arguments that depend on the tokens, so that they cannot be replayed.
@@ -89,7 +91,7 @@ class Stream:
         with _float32_outside_blocks(model), _Stubs(model) as stubs:
             for batch in tokens.split(batch_size):
                 hidden, seen = stubs.run(batch)
-                chunks.append(hidden.to(stream_device))
+                chunks.append(hidden.to(stream_device, dtype))
                 known = calls.setdefault(len(batch), seen)
                 if not _same(known, seen):
                     raise ModelError(
@@ -107,47 +109,71 @@ class Stream:
         return self._calls[batch_size][index]
 
     def batches(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows and the hidden states, on the computing device, of each batch."""
+        """Yield the rows and the hidden states, on the computing device and in float32, of each batch."""
         for start in range(0, len(hidden), self.batch_size):
             rows = slice(start, min(start + self.batch_size, len(hidden)))
-            yield rows, hidden[rows].to(self.device)
+            yield rows, hidden[rows].to(self.device).float()
 
     @torch.no_grad()
-    def run(self, block: nn.Module, index: int, hidden: Tensor, stage: str) -> Tensor:
-        """Run every sequence of `hidden` through one block and return what leaves it, (count, seq_len, hidden).
+    def run(
+        self, block: nn.Module, index: int, hidden: Tensor, stage: str,
+        forward: Callable[[nn.Module, Tensor, Call], Tensor] = forward_block,
+    ) -> Tensor:  # fmt: skip
+        """Run every sequence of `hidden` through one block and return what leaves it, (count, seq_len, features).
+
+        Args:
+            block: the block.
+            index: its place in the model.
+            hidden: (count, seq_len, hidden) states entering it.
+            stage: of the walk, for errors.
+            forward: runs the block on a batch; another one may stop inside it.
 
         Raises:
             NumericalError: the result is not finite; names corpus, block and stage.
         """
-        output = torch.empty_like(hidden)
+        output = None
         for rows, batch in self.batches(hidden):
-            output[rows] = forward_block(block, batch, self.call(index, len(batch)))
+            result = forward(block, batch, self.call(index, len(batch)))
+            if output is None:
+                output = hidden.new_empty(*hidden.shape[:2], result.shape[-1])
+            output[rows] = result
+        assert output is not None  # a stream has sequences
         self.forwards += len(hidden)
         check_finite(output, f"hidden states of {self.name} after block {index} ({stage})")
         return output
 
     @torch.no_grad()
     def gather(
-        self, block: nn.Module, index: int, hidden: Tensor, update: Callable[[str, Tensor], None],
-        linears: Mapping[str, nn.Module], want_output: bool,
-    ) -> tuple[list[list[str]], Tensor | None]:  # fmt: skip
+        self, block: nn.Module, index: int, hidden: Tensor, update: Callable[[str, Tensor, Tensor | None], None],
+        linears: Mapping[str, nn.Module], want_output: bool, dense: Tensor | None = None,
+    ) -> tuple[list[list[str]], Tensor | None, Tensor | None]:  # fmt: skip
         """Run a block once and hand the inputs of its linears to `update`, once for all that read the same input.
 
         Args:
             block: the still dense block.
             index: its place in the model.
             hidden: (count, seq_len, hidden) states entering it.
-            update: called with the name of the first linear that reads an input, and that input, for every batch.
+            update: called for every batch with the name of the first linear that reads an input, that input, and the
+                same input for the states `dense`, None without them.
             linears: the linears to watch, by name.
             want_output: False ends each pass at the last linear's input, before its product is computed.
+            dense: other states entering the block, same shape, to watch beside the first.
 
         Returns:
-            The groups of linears that read the same input (names, first one first), and the block's output or None.
+            The groups of linears that read the same input (names, first one first), and what leaves the block for
+            `hidden`, None if not wanted, and for `dense`, None without them.
         """
-        watch = _SharedInputs(linears, update)
+        beside: dict[str, Tensor] = {}
+        watch = _SharedInputs(linears, lambda name, inputs: update(name, inputs, beside.get(name)))
+        other = _SharedInputs(linears, beside.__setitem__)
         output = torch.empty_like(hidden) if want_output else None
-        with watch:
-            for rows, batch in self.batches(hidden):
+        dense_output = None if dense is None else torch.empty_like(dense)
+        for rows, batch in self.batches(hidden):
+            if dense is not None and dense_output is not None:
+                with other:
+                    other.next_batch(stop_at_last=False)
+                    dense_output[rows] = forward_block(block, dense[rows].to(batch), self.call(index, len(batch)))
+            with watch:
                 watch.next_batch(stop_at_last=not want_output)
                 try:
                     result = forward_block(block, batch, self.call(index, len(batch)))
@@ -155,8 +181,10 @@ class Stream:
                     continue
                 if output is not None:
                     output[rows] = result
-        self.forwards += len(hidden)
-        return watch.groups, output
+        self.forwards += len(hidden) * (1 if dense is None else 2)
+        if dense_output is not None:
+            check_finite(dense_output, f"hidden states of {self.name} after block {index} (dense model)")
+        return watch.groups, output, dense_output
 
     def drop_before(self, index: int) -> None:
         """Forget dense states that no later window needs."""

@@ -8,13 +8,16 @@ measured beside the calibration sequences; the pass that measures is the pass th
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from reprune.blocks import as_stored, decoder_blocks, linears, weight_of
@@ -22,9 +25,12 @@ from reprune.devices import peak_memory_bytes
 from reprune.errors import NumericalError
 from reprune.interfaces import Allocation, Pruner
 from reprune.recon.adam import Fit, fit, unit_loss
-from reprune.recon.reconstruction import Inputs, KeepBest, Reconstruction, Target, Window
+from reprune.recon.least_squares import least_squares
+from reprune.recon.pieces import Piece, pieces, until
+from reprune.recon.reconstruction import Inputs, KeepBest, Reconstruction, Target, Unit, Window
 from reprune.sparsity.pattern import Pattern
-from reprune.streams import Stream, check_finite, forward_block
+from reprune.statistics import CrossMoment, Hessian
+from reprune.streams import Call, Stream, check_finite, forward_block
 
 CALIB = "calib"  # the name of the calibration stream among the corpora
 
@@ -36,10 +42,16 @@ class Error:
     Attributes:
         mse: mean squared difference per element (the paper's error, appendix A).
         relative: squared difference over the squared norm of the dense states.
+        mse_typical: median over tokens of a token's squared difference over the squared norm of its dense state; what
+            `relative` would be without the few tokens that carry most of the norm.
+        token_share: share of the squared difference that lies on the hundredth of the tokens (at least one) with the
+            largest dense norm.
     """
 
     mse: float
     relative: float
+    mse_typical: float
+    token_share: float
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class LinearRecord:
     """What pruning did to one linear: its size, the fraction of zeros asked and achieved, and the damping if any.
 
     `short_group` is the size of a last group that an N:M pattern does not fill, 0 if there is none; such a group, too,
-    keeps at most N weights.
+    keeps at most N weights. `solved` is (loss before, loss after, steps, residual) of least squares, None without it.
     """
 
     size: int
@@ -55,6 +67,7 @@ class LinearRecord:
     achieved: float
     damping: float | None
     short_group: int
+    solved: tuple[float, float, int, float] | None = None
 
 
 @dataclass
@@ -64,9 +77,9 @@ class BlockRecord:
     Attributes:
         block: its index, from 0.
         window: the blocks of the window that it left.
-        before, after: corpus -> Error, after pruning and after reconstruction.
+        before, after: corpus -> Error, after pruning and after the last window that trained the block.
         rounding: corpus -> relative error added by storing the weights in the checkpoint's dtype, empty if float32.
-        fits: one entry for each window that trained the block.
+        fits: one entry for each window or piece that trained the block, in order.
         linears: name -> LinearRecord.
         seconds: stage -> seconds; the stages of a window are shared out evenly over its blocks.
         peak_memory_bytes: the most memory in use so far.
@@ -95,7 +108,7 @@ class _Open:
 
     module: nn.Module
     dtypes: dict[str, torch.dtype]
-    dense: nn.Module | None = None  # snapshot, where a later window needs the dense block as a teacher
+    dense: nn.Module | None = None  # snapshot, where what comes later needs the dense weights
     keep: dict[Tensor, Tensor] = field(default_factory=dict)
     linears: dict[str, LinearRecord] = field(default_factory=dict)
     before: dict[str, Error] = field(default_factory=dict)
@@ -115,6 +128,7 @@ class Walk:
         batch_size: sequences a forward pass.
         device: where blocks compute; only the blocks of the window are there.
         stream_device: where hidden states are kept.
+        stream_dtype: that hidden states are kept in; they are computed in float32.
         seed: decides the order of the sequences in training.
         mask_rows: the calibration sequences that the pruner's statistics see.
         recon_rows: those that reconstruction learns from; errors are measured on all.
@@ -132,6 +146,7 @@ class Walk:
         device: torch.device,
         stream_device: torch.device,
         seed: int,
+        stream_dtype: torch.dtype = torch.float32,
         mask_rows: slice = slice(None),
         recon_rows: slice = slice(None),
     ) -> None:
@@ -144,12 +159,12 @@ class Walk:
         self.seed = seed
         count = len(corpora[CALIB])
         self.mask_rows, self.recon_rows = (slice(*rows.indices(count)[:2]) for rows in (mask_rows, recon_rows))
-        self.all_choose = self.mask_rows == slice(0, count)  # whether every calibration sequence feeds the statistics
+        self.every = slice(0, count)
         parts = [self.recon_rows.stop - self.recon_rows.start, self.mask_rows.stop - self.mask_rows.start]
         parts += [recon.batch_size] * recon.trains
         self.streams = {
             name: Stream.enter(
-                model, name, tokens, batch_size, device, stream_device, parts=parts if name == CALIB else []
+                model, name, tokens, batch_size, device, stream_device, parts if name == CALIB else [], stream_dtype
             )
             for name, tokens in corpora.items()
         }  # fmt: skip
@@ -162,8 +177,10 @@ class Walk:
             local = None
             for index in window.entering:
                 local = self._enter(index, window)
-            if self.recon.trains:
-                self._fit(window, self._target(window, local))
+            if self.recon.trains and self.recon.unit is Unit.block:
+                self._fit_window(window, local)
+            elif self.recon.trains:
+                self._fit_pieces(window)
             for index in window.leaving:
                 yield self._leave(index, window)
 
@@ -180,67 +197,103 @@ class Walk:
                 self._front(stream, range(window.blocks.start, index))
         # Dense passes and statistics come first: pruning overwrites the only copy of the dense weights. Where one pass
         # can serve for several of statistics, local target and (before the first pruned block) dense states, it does.
-        teaches = self.recon.trains and self.recon.target is Target.local and len(window.blocks) == 1
+        teaches = (
+            self.recon.trains
+            and self.recon.unit is Unit.block
+            and self.recon.target is Target.local
+            and len(window.blocks) == 1
+        )
         entering = self.calib.front
         assert entering is not None  # set above
         alike = entering is self.calib.dense[index]
         with self._timed([index], "statistics"):
-            stats, groups, output = self._gather(held.module, index, want_output=teaches or alike)
+            gathered = self._gather(held.module, index, want_output=teaches or alike)
         with self._timed([index], "dense"):
             for stream in self.streams.values():
+                known = None
+                if stream is self.calib:
+                    known = gathered.output if alike and gathered.output is not None else gathered.dense_output
                 stream.dense[index + 1] = (
-                    output
-                    if output is not None and alike and stream is self.calib
-                    else stream.run(held.module, index, stream.dense[index], "dense model")
+                    known if known is not None else stream.run(held.module, index, stream.dense[index], "dense model")
                 )
         local = None
         if teaches:
-            output = self.calib.dense[index + 1] if alike else output
+            output = self.calib.dense[index + 1] if alike else gathered.output
             local = (
                 output[self.recon_rows]
                 if output is not None
                 else self.calib.run(held.module, index, entering[self.recon_rows], "local target")
             )
-        if self.recon.trains and self.recon.target is Target.local and self.recon.window > 1:
+        pieces_teach = self.recon.trains and self.recon.unit is not Unit.block
+        windows_teach = self.recon.trains and self.recon.target is Target.local and self.recon.overlaps
+        if pieces_teach or windows_teach or self.recon.solves_linears:
             held.dense = copy.deepcopy(held.module)
         with self._timed([index], "pruning"):
-            self._prune(held, index, stats, groups)
+            self._prune(held, index, gathered)
         with self._timed([index], "propagation"):
             for name, stream in self.streams.items():
                 assert stream.front is not None  # set above
                 stream.front = stream.run(held.module, index, stream.front, "after pruning")
                 held.before[name] = measure(stream.front, stream.dense[index + 1])
+        if self.recon.solves_linears:
+            with self._timed([index], "reconstruction"):
+                self._solve(held, gathered)
         return local
 
-    def _gather(
-        self, block: nn.Module, index: int, want_output: bool
-    ) -> tuple[dict[str, Any], list[list[str]], Tensor | None]:
-        """Collect the pruner's statistics on the pruned calibration stream, one for each distinct input.
+    def _gather(self, block: nn.Module, index: int, want_output: bool) -> "_Gathered":
+        """Collect what pruner and least squares ask of the inputs of the linears, once for each distinct input.
 
-        The block's output comes with them if it is wanted and the pass sees every sequence.
+        One pass serves both where they see the same sequences. What leaves the block comes with it if the pass sees
+        every sequence: for the pruned stream if that is wanted, for the dense one where least squares watches it.
         """
-        assert self.calib.front is not None
-        kind = self.pruner.statistic
-        if kind is None:
-            return {}, [], None
         found = linears(block)
-        stats: dict[str, Any] = {}
+        solves = self.recon.solves_linears
+        paired = solves and self.recon.target is Target.dense
+        together = self.mask_rows == self.recon_rows or not solves
+        wanted = [(self.mask_rows, {self.pruner.statistic} - {None}, False)]
+        if solves and together:
+            wanted = [(self.mask_rows, {self.pruner.statistic, Hessian} - {None}, paired)]
+        elif solves:
+            wanted.append((self.recon_rows, {Hessian}, paired))
+        result = _Gathered()
+        for rows, kinds, beside in wanted:
+            if not kinds:
+                continue
+            store: dict[tuple[str, type | None], Any] = {}
 
-        def update(name: str, inputs: Tensor) -> None:
-            if name not in stats:
-                stats[name] = kind(weight_of(found[name]).shape[1], self.device)
-            stats[name].update(inputs if inputs.ndim == 3 else inputs.unsqueeze(0))
+            def update(name: str, inputs: Tensor, dense: Tensor | None, kinds: Any = kinds, store: Any = store) -> None:
+                for kind in [*kinds, CrossMoment] if dense is not None else kinds:
+                    if (name, kind) not in store:
+                        store[name, kind] = kind(weight_of(found[name]).shape[1], self.device)
+                    rows = [
+                        value if value.ndim == 3 else value.unsqueeze(0)
+                        for value in (inputs, dense)
+                        if value is not None
+                    ]
+                    store[name, kind].update(*(rows if kind is CrossMoment else rows[:1]))
 
-        hidden = self.calib.front[self.mask_rows]
-        groups, output = self.calib.gather(block, index, hidden, update, found, want_output and self.all_choose)
-        return stats, groups, output
+            assert self.calib.front is not None
+            dense = self.calib.dense[index][rows] if beside else None
+            everything = rows == self.every
+            groups, output, dense_output = self.calib.gather(
+                block, index, self.calib.front[rows], update, found, want_output and everything, dense
+            )
+            leader = {name: group[0] for group in groups for name in group}
+            if (kind := self.pruner.statistic) in kinds:
+                result.choose = {name: store.get((first, kind)) for name, first in leader.items()}
+            if solves and Hessian in kinds:
+                result.learn = {
+                    name: (store[first, Hessian], store.get((first, CrossMoment))) for name, first in leader.items()
+                }
+            if everything:
+                result.output, result.dense_output = output, dense_output
+        return result
 
     @torch.no_grad()
-    def _prune(self, held: _Open, index: int, stats: dict[str, Any], groups: list[list[str]]) -> None:
+    def _prune(self, held: _Open, index: int, gathered: "_Gathered") -> None:
         """Prune every linear of a block and remember what survives."""
-        leader = {name: group[0] for group in groups for name in group}
         for name, linear in linears(held.module).items():
-            stat = stats.get(leader.get(name, name))
+            stat = gathered.choose.get(name)
             if self.pruner.statistic is not None and stat is None:
                 raise NumericalError(f"block {index} {name}: no calibration token reached it, so it cannot be pruned.")
             weight = weight_of(linear)
@@ -259,10 +312,28 @@ class Walk:
                 self.pattern.short_group(weight.shape[1]),
             )
 
+    @torch.no_grad()
+    def _solve(self, held: _Open, gathered: "_Gathered") -> None:
+        """Replace what the pruner left of each linear by the closed-form solution for its mask."""
+        assert held.dense is not None
+        dense = linears(held.dense)
+        for name, linear in linears(held.module).items():
+            hessian, cross = gathered.learn[name]
+            weight, keep = weight_of(linear), as_stored(linear, held.keep[linear.weight])
+            solution = least_squares(
+                weight_of(dense[name]), weight, keep, hessian.gram, None if cross is None else cross.total,
+                self.recon.tolerance, self.recon.max_iterations,
+            )  # fmt: skip
+            weight.copy_(solution.weight)
+            record = held.linears[name]
+            solved = (solution.start, solution.loss, solution.iterations, solution.residual)
+            held.linears[name] = replace(record, solved=solved)
+        self._forget_fronts()
+
     # -- a window learns -----------------------------------------------------------------------------------------
 
     def _target(self, window: Window, local: Tensor | None) -> Tensor:
-        """Return what should leave the window on the calibration sequences."""
+        """Return what should leave the window on the calibration sequences that it learns from."""
         if self.recon.target is Target.dense:
             return self.calib.dense[window.blocks.stop][self.recon_rows]
         if local is not None:
@@ -275,51 +346,117 @@ class Walk:
             hidden = self.calib.run(teacher, index, hidden, "local target")
         return hidden
 
-    def _fit(self, window: Window, target: Tensor) -> None:
-        """Train the blocks of a window towards a target."""
+    def _inputs(self, window: Window) -> Tensor:
+        """Return what enters a window while it learns."""
+        dense = self.recon.inputs is Inputs.dense
+        return (self.calib.dense[window.blocks.start] if dense else self.calib.pruned)[self.recon_rows]
+
+    def _fit_window(self, window: Window, local: Tensor | None) -> None:
+        """Train the blocks of a window together."""
         recon, calib = self.recon, self.calib
-        modules = [self.open[index].module for index in window.blocks]
-        keep = {param: mask for index in window.blocks for param, mask in self.open[index].keep.items()}
-        entering = calib.dense[window.blocks.start] if recon.inputs is Inputs.dense else calib.pruned
-        inputs = entering[self.recon_rows]
+        inputs, target = self._inputs(window), self._target(window, local)
+        loss = self._loss(target)
+        held_out = {name: stream for name, stream in self.streams.items() if name != CALIB}
+        fresh = True  # whether the fronts may be of the present weights: only before the first step
 
         def predict(batch: Tensor) -> Tensor:
-            for index, module in zip(window.blocks, modules, strict=True):
-                batch = forward_block(module, batch, calib.call(index, len(batch)))
+            for index in window.blocks:
+                args = self.open[index].module, batch, calib.call(index, len(batch))
+                batch = (
+                    checkpoint(forward_block, *args, use_reentrant=False)
+                    if recon.checkpointing
+                    else forward_block(*args)
+                )
             return batch
 
-        def error() -> float:
-            if recon.keep_best is KeepBest.heldout:
-                held_out = [stream for name, stream in self.streams.items() if name != CALIB]
-                after = window.blocks.stop
-                errors = [measure(self._front(s, window.blocks), s.dense[after]).relative for s in held_out]
-                return sum(errors) / len(errors)
+        def evaluate(criterion: bool, heldout: bool) -> tuple[float | None, dict[str, float]]:
+            nonlocal fresh
+            if not fresh:
+                self._forget_fronts()
+            fresh = False
+            by_heldout = criterion and recon.keep_best is KeepBest.heldout
+            errors = {
+                name: measure(self._front(stream, window.blocks), stream.dense[window.blocks.stop]).relative
+                for name, stream in held_out.items()
+                if heldout or by_heldout
+            }
+            if by_heldout:
+                return sum(errors.values()) / len(errors), errors
+            if not criterion:
+                return None, errors
             if recon.inputs is Inputs.dense:
-                output = self._through(calib, window.blocks, inputs)
-            else:
-                output = self._front(calib, window.blocks)[self.recon_rows]
-            # A sequence at a time: the whole stream at once would double its memory.
-            losses = [unit_loss(recon.loss, *pair).item() for pair in zip(output, target, strict=True)]
-            return sum(losses) / len(losses)
+                return _mean_loss(loss, self._through(calib, window.blocks, inputs), target), errors
+            return _mean_loss(loss, self._front(calib, window.blocks)[self.recon_rows], target), errors
 
-        def error_of_new_weights() -> float:
-            self._forget_fronts()
-            return error()
+        first, last = window.blocks.start, window.blocks.stop - 1
+        self._fit(window, [], predict, inputs, target, loss, evaluate,
+                  f"block {first}" if first == last else f"blocks {first} to {last}")  # fmt: skip
 
+    def _fit_pieces(self, window: Window) -> None:
+        """Train the parts of a block one after the other, each behind the present state of those before it."""
+        (index,) = window.blocks
+        held, calib, inputs = self.open[index], self.calib, self._inputs(window)
+        assert held.dense is not None
+
+        def once() -> Tensor:
+            _, batch = next(calib.batches(inputs))
+            with torch.no_grad():
+                return forward_block(held.module, batch, calib.call(index, len(batch)))
+
+        for piece in pieces(self.recon.unit, held.module, once):
+            with until(held.dense, piece.cut) as dense_run, until(held.module, piece.cut) as run:
+
+                def teach(block: nn.Module, batch: Tensor, call: Call, run: Any = dense_run) -> Tensor:
+                    return run(lambda: forward_block(block, batch, call))
+
+                def learn(block: nn.Module, batch: Tensor, call: Call, run: Any = run) -> Tensor:
+                    return run(lambda: forward_block(block, batch, call))
+
+                if self.recon.target is Target.dense:
+                    states = calib.dense[index][self.recon_rows]
+                    target = calib.run(held.dense, index, states, "dense target", teach)
+                else:
+                    # The dense weights of this piece, behind what the pieces before it have become.
+                    with _dense_weights(held, piece):
+                        target = calib.run(held.module, index, inputs, "local target", learn)
+                loss = self._loss(target)
+
+                def predict(batch: Tensor, learn: Any = learn) -> Tensor:
+                    return learn(held.module, batch, calib.call(index, len(batch)))
+
+                def evaluate(
+                    criterion: bool, heldout: bool, learn: Any = learn, loss: Any = loss, target: Tensor = target
+                ) -> tuple[float | None, dict[str, float]]:
+                    output = calib.run(held.module, index, inputs, "pruned model", learn)
+                    return _mean_loss(loss, output, target), {}
+
+                self._fit(window, piece.modules, predict, inputs, target, loss, evaluate, piece.name)
+        self._forget_fronts()
+
+    def _fit(
+        self, window: Window, parts: list[str], predict: Any, inputs: Tensor, target: Tensor, loss: Any,
+        evaluate: Any, unit: str,
+    ) -> None:  # fmt: skip
+        """Train the named modules of a single block, or without names all blocks of a window."""
+        held = [self.open[index] for index in window.blocks]
+        whole = not parts
+        modules = [item.module for item in held] if whole else [held[0].module.get_submodule(name) for name in parts]
+        keep = {param: mask for item in held for param, mask in item.keep.items()}
+        seed = int.from_bytes(sha256(f"{self.seed}/{window.blocks}/{unit}".encode()).digest()[:7])
+        where = unit if whole else f"block {window.blocks.start}, {unit}"
         with self._timed(window.blocks, "reconstruction"):
-            # Where the pass that measured the pruned window has gone, this costs nothing.
-            start = error() if recon.keep_best is not KeepBest.none else None
-            seed = hash((self.seed, window.blocks.start, window.blocks.stop)) % 2**63
-            generator = torch.Generator().manual_seed(seed)
-            name = f"block {window.blocks.start}" if len(modules) == 1 else f"blocks {[*window.blocks]}"
             result = fit(
-                recon, modules, keep, predict, inputs, target, error_of_new_weights, start, generator,
-                calib.batch_size, name,
+                self.recon, modules, keep, predict, inputs, target, loss, evaluate,
+                torch.Generator().manual_seed(seed), self.calib.batch_size, unit, where,
             )  # fmt: skip
         if result.best_step != result.steps:
             self._forget_fronts()  # made by other weights than the ones that were kept
-        for index in window.blocks:
-            self.open[index].fits.append(result)
+        for item in held:
+            item.fits.append(result)
+
+    def _loss(self, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        scale = sum(row.float().square().sum(dtype=torch.float64).item() for row in target) / target.numel()
+        return partial(unit_loss, self.recon.loss, scale or 1.0)
 
     def _through(self, stream: Stream, indices: range, hidden: Tensor) -> Tensor:
         """Run hidden states through blocks that the window holds, under their present weights."""
@@ -418,6 +555,47 @@ class Walk:
         held.seconds[stage] += time.perf_counter() - begin
 
 
+@dataclass
+class _Gathered:
+    """What one or two passes over a dense block on the pruned calibration stream have shown.
+
+    Attributes:
+        choose: linear -> the pruner's statistic.
+        learn: linear -> Hessian and, for a dense target, cross moment.
+        output, dense_output: what leaves the block for the pruned and for the dense calibration stream, if known.
+    """
+
+    choose: dict[str, Any] = field(default_factory=dict)
+    learn: dict[str, tuple[Hessian, CrossMoment | None]] = field(default_factory=dict)
+    output: Tensor | None = None
+    dense_output: Tensor | None = None
+
+
+@contextmanager
+def _dense_weights(held: _Open, piece: Piece) -> Iterator[None]:
+    """Put the dense weights of a piece into a block for a while."""
+    assert held.dense is not None
+    pairs = [
+        (param, held.dense.get_parameter(f"{name}.{key}"))
+        for name in piece.modules
+        for key, param in held.module.get_submodule(name).named_parameters()
+    ]
+    present = [param.data for param, _ in pairs]
+    for param, dense in pairs:
+        param.data = dense.data
+    try:
+        yield
+    finally:
+        for (param, _), data in zip(pairs, present, strict=True):
+            param.data = data
+
+
+def _mean_loss(loss: Callable[[Tensor, Tensor], Tensor], output: Tensor, target: Tensor) -> float:
+    """Average a loss over sequences, one at a time: the whole stream at once would double its memory."""
+    losses = [loss(one.float(), other.float()).item() for one, other in zip(output, target, strict=True)]
+    return sum(losses) / len(losses)
+
+
 def sparsity(records: list[BlockRecord]) -> float:
     """Return the fraction of zeros among all weights of the linears of these blocks."""
     pruned = [linear for record in records for linear in record.linears.values()]
@@ -425,12 +603,20 @@ def sparsity(records: list[BlockRecord]) -> float:
 
 
 def measure(pruned: Tensor, dense: Tensor) -> Error:
-    """Compare hidden states (count, seq_len, hidden) with the dense model's; sums in float64, a sequence at a time.
+    """Compare hidden states (count, seq_len, hidden) with the dense model's.
+
+    Squares are summed in float32 over the features of a token and in float64 over tokens, a sequence at a time.
 
     Source: Shin et al., appendix A (`mse`).
     """
-    squared = norm = 0.0
-    for one, other in zip(pruned, dense, strict=True):
-        squared += (one - other).square().sum(dtype=torch.float64).item()
-        norm += other.square().sum(dtype=torch.float64).item()
-    return Error(mse=squared / pruned.numel(), relative=squared / norm if norm else 0.0)
+    rows = [(one.float(), other.float()) for one, other in zip(pruned, dense, strict=True)]
+    squared = torch.cat([(one - other).square().sum(-1) for one, other in rows]).double()
+    norm = torch.cat([other.square().sum(-1) for _, other in rows]).double()
+    total, tiny = squared.sum(), torch.finfo(torch.float64).tiny
+    largest = norm.topk(max(1, len(norm) // 100)).indices
+    return Error(
+        mse=(total / pruned.numel()).item(),
+        relative=(total / norm.sum()).item() if norm.any() else 0.0,
+        mse_typical=(squared / norm.clamp_min(tiny)).median().item(),
+        token_share=(squared[largest].sum() / total).item() if total > 0 else 0.0,
+    )

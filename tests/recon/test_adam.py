@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -64,8 +65,9 @@ def test_each_sequence_comes_once_an_epoch(count, batch):
 def test_losses():
     target = torch.tensor([[[3.0, 4.0], [0.0, 1.0]]])
     predicted = torch.tensor([[[3.0, 9.0], [1.0, 1.0]]])
-    assert unit_loss(Loss.mse, predicted, target).item() == pytest.approx((25 + 1) / 4)
-    assert unit_loss(Loss.tokenwise, predicted, target).item() == pytest.approx((25 / 25 + 1 / 1) / 2)
+    assert unit_loss(Loss.mse, 2.0, predicted, target).item() == pytest.approx((25 + 1) / 4)
+    assert unit_loss(Loss.relative, 6.5, predicted, target).item() == pytest.approx((25 + 1) / 4 / 6.5)
+    assert unit_loss(Loss.tokenwise, 2.0, predicted, target).item() == pytest.approx((25 / 25 + 1 / 1) / 2)
 
 
 def unit(seed=0):
@@ -86,9 +88,12 @@ def run(recon, linear, keep, inputs, target, predict=None, forward_size=8):
         with torch.no_grad():
             return (linear(inputs) - target).square().mean().item()
 
-    start = None if recon.keep_best is KeepBest.none else error()
+    def evaluate(criterion, heldout):
+        return error() if criterion else None, {"text": error()} if heldout else {}
+
+    loss = partial(unit_loss, recon.loss, target.square().mean().item())
     generator = torch.Generator().manual_seed(0)
-    args = (predict or linear, inputs, target, error, start, generator, forward_size, "block 3")
+    args = (predict or linear, inputs, target, loss, evaluate, generator, forward_size, "unit", "block 3")
     return fit(recon, [linear], keep, *args), error
 
 
