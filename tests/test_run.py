@@ -72,7 +72,10 @@ def test_metrics(finished):
     metrics = json.loads((finished[1] / "metrics.json").read_text())
     evaluated = {"ppl_dense", "ppl_dense_stderr", "ppl", "ppl_stderr", "kl", "kl_stderr", "agreement", "tokens"}
     errors = {
-        f"{kind}/{corpus}/{block}" for kind in ("error", "mse") for corpus in ("calib", "local") for block in (0, 1)
+        f"{kind}/{corpus}/{block}"
+        for kind in ("error", "mse", "mse_typical", "token_share")
+        for corpus in ("calib", "local")
+        for block in (0, 1)
     }
     rest = {"sparsity", "walk_seconds", "seconds", "peak_memory_bytes"}
     assert metrics.keys() == {f"{name}/local" for name in evaluated} | errors | rest

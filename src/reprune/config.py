@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from reprune.errors import ConfigError
 
+STREAM_DTYPES = ("float32", "bfloat16")
 DRAW_KEYS = ("count", "seq_len", "heldout_count")  # of calib, beside the corpus' own keys
 
 
@@ -33,6 +34,7 @@ class RunConfig:
     seed: int = MISSING
     batch_size: int = MISSING
     stream_device: str = MISSING
+    stream_dtype: str = MISSING
     dry_run: bool = MISSING
     study: str = MISSING
     run_name: str = MISSING
@@ -66,6 +68,7 @@ class Plan:
     seed: int
     batch_size: int
     stream_device: str
+    stream_dtype: str
     dry_run: bool
     study: str
     run_name: str
@@ -113,6 +116,9 @@ class Plan:
             "recon.keep_best=heldout with heldout=[]: there is no held-out error to go by. Name a corpus in heldout, "
             "or use recon.keep_best=calib."
             if recon.keep_best.value == "heldout" and not self.heldout
+            else None,
+            f"stream_dtype={self.stream_dtype}: must be float32 or bfloat16."
+            if self.stream_dtype not in STREAM_DTYPES
             else None,
             getattr(self.pruner, "problem", lambda _: None)(self.allocation.resolved_pattern()),
         ]
@@ -190,6 +196,7 @@ def build_plan(config: DictConfig, load_option: Callable[[str, str], DictConfig]
         seed=config.seed,
         batch_size=config.batch_size,
         stream_device=config.stream_device,
+        stream_dtype=config.stream_dtype,
         dry_run=config.dry_run,
         study=config.study,
         run_name=config.run_name,

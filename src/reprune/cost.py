@@ -86,8 +86,8 @@ def count_forwards(
                 total += choose * (statistics or solves) * (1 + paired)
             else:
                 total += choose * statistics + learn * (1 + paired)
-            knows_dense = (
-                (shared and (index == 0 or (paired and together))) or (paired and not together and learn == calib)
+            knows_dense = (shared and (index == 0 or (paired and together))) or (
+                paired and not together and learn == calib
             )
             total += heldout + calib * (not knows_dense)
             total += learn * (teaches and not shared and index != 0)
@@ -155,15 +155,17 @@ def estimate(plan: Plan, skeleton: Any, device: torch.device) -> Cost:
         scored = len(item.corpora) * item.windows * item.seq_len
         flops += scored * (2 * depth * (2 * weights + 2 * item.seq_len * hidden) + 3 * 2 * vocabulary * hidden)
 
-    stream = (plan.count + heldout) * plan.seq_len * hidden * 4
+    bytes_each = 4 if plan.stream_dtype == "float32" else 2
+    stream = (plan.count + heldout) * plan.seq_len * hidden * bytes_each
     block_bytes = sum(param.numel() for param in blocks[0].parameters()) * 4
     at_once = plan.batch_size * plan.seq_len * 4  # of one number for every token of a forward pass
     widest = max(rows for rows, _ in shapes)
     # A backward pass needs what every step of the forward pass read; without one the widest products are the most.
-    activations = at_once * ((20 * hidden + 6 * widest) * max(spans) if recon.trains else 2 * hidden + 4 * widest)
+    kept = 1 if recon.checkpointing else max(spans)  # blocks whose every step is kept
+    activations = at_once * ((20 * hidden + 6 * widest) * kept if recon.trains else 2 * hidden + 4 * widest)
     walk = (
         (5 if recon.trains and recon.target is Target.local else 4) * stream
-        + (6 if recon.trains else 2) * max(spans) * block_bytes
+        + (7 if recon.trains else 2) * max(spans) * block_bytes  # weights, a snapshot, gradients, moments, best, start
         + 5 * 4 * max(columns for _, columns in shapes) ** 2  # a Hessian and what its factorisation needs
         + activations
     )

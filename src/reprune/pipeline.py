@@ -61,7 +61,7 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
         metrics = {key: value for item in dense.values() for key, value in item.metrics.items()}
 
         corpora = {name: drawn.tokens for name, drawn in draws.items()}
-        log.info(block_header(list(corpora), plan.recon.trains))
+        log.info(block_header(list(corpora), plan.recon.changes))
         records = []
         at("while entering the first block")
         walk = Walk(
@@ -73,6 +73,7 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
             batch_size=plan.batch_size,
             device=device,
             stream_device=torch.device(plan.stream_device),
+            stream_dtype=getattr(torch, plan.stream_dtype),
             seed=plan.seed,
         )
         started = time.perf_counter()
@@ -80,7 +81,7 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
         for record in walk:
             records.append(record)
             rundir.append_block(record.as_dict())
-            log.info(block_line(record, list(corpora), plan.recon.trains))
+            log.info(block_line(record, list(corpora), plan.recon.changes))
             _warn(plan, record)
             at(f"in block {record.block + 1}")
         metrics |= _block_metrics(records, time.perf_counter() - started)
@@ -143,12 +144,13 @@ def _manifests(draws: dict[str, Draw], tests: dict[str, dict[str, Draw]]) -> dic
 
 
 def _block_metrics(records: list[BlockRecord], seconds: float) -> dict[str, float]:
-    """Flatten block errors: `error/<corpus>/<block>` (relative) and `mse/<corpus>/<block>`, and what the walk took."""
+    """Flatten block errors, `<name>/<corpus>/<block>`, where `error` is the relative one, and what the walk took."""
     metrics: dict[str, float] = {}
     for record in records:
         for corpus, error in record.after.items():
             metrics[f"error/{corpus}/{record.block}"] = error.relative
-            metrics[f"mse/{corpus}/{record.block}"] = error.mse
+            for name in ("mse", "mse_typical", "token_share"):
+                metrics[f"{name}/{corpus}/{record.block}"] = getattr(error, name)
     return metrics | {"sparsity": sparsity(records), "walk_seconds": seconds}
 
 
@@ -181,7 +183,8 @@ def _warn(plan: Plan, record: BlockRecord) -> None:
             log.warning(f"block {record.block} {name}: its Hessian needed damping {linear.damping:g}")
     for fit in record.fits:
         if fit.best_step is not None and fit.best_step != fit.steps:
-            log.warning(f"block {record.block}: kept step {fit.best_step} of {fit.steps}; later ones were worse")
+            what = "training diverged, its loss ended above its start; " if fit.diverged else ""
+            log.warning(f"block {record.block} ({fit.unit}): {what}kept step {fit.best_step} of {fit.steps}")
 
 
 def _say_summary(plan: Plan, rundir: RunDir, metrics: dict[str, float]) -> None:

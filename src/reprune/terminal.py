@@ -59,21 +59,21 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def block_header(corpora: list[str], trains: bool) -> str:
+def block_header(corpora: list[str], changes: bool) -> str:
     """Head the lines of `block_line`."""
     names = "".join(f"{name:>{WIDTH}}" for name in corpora)
-    what = "after pruning > after reconstruction" if trains else "after pruning"
+    what = "after pruning > after reconstruction" if changes else "after pruning"
     return (
         f"\nRelative error of the hidden states to the dense model's, {what}:\n{'block':>5}{names}  sparsity  seconds"
     )
 
 
-def block_line(record: BlockRecord, corpora: list[str], trains: bool) -> str:
+def block_line(record: BlockRecord, corpora: list[str], changes: bool) -> str:
     """Say in one line what happened to a block."""
     cells = []
     for name in corpora:
         before, after = record.before[name].relative, record.after[name].relative
-        cells.append(f"{before:.5f} > {after:.5f}" if trains else f"{after:.5f}")
+        cells.append(f"{before:.5f} > {after:.5f}" if changes else f"{after:.5f}")
     row = "".join(f"{cell:>{WIDTH}}" for cell in cells)
     return f"{record.block:>5}{row}{sparsity([record]):>10.4f}{sum(record.seconds.values()):>9.1f}"
 
