@@ -8,7 +8,8 @@ import torch
 from reprune.blocks import decoder_blocks, linears
 from reprune.cost import count_forwards
 from reprune.errors import NumericalError
-from reprune.walk import CALIB, sparsity
+from reprune.recon.reconstruction import Unit
+from reprune.walk import CALIB, measure, sparsity
 
 PRUNERS = ["magnitude", "wanda", "sparsegpt"]
 RECONS = ["none", "br", "gp", "cr", "decoupled"]
@@ -210,6 +211,150 @@ def test_masks_and_weights_come_from_their_own_rows(tiny_model, walked, tokens, 
     walked(moved, [f"recon={recon}", "pruner=wanda"], {CALIB: order}, mask_rows=slice(0, 4), recon_rows=slice(4, 9))
     for weight, other in zip(weights(first).values(), weights(moved).values(), strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-6)
+
+
+MORE = {
+    "lr": ["recon=lr"],
+    "lr dense": ["recon=lr", "recon.target=dense"],
+    "gp after lr": ["recon=gp", "recon.init=least_squares"],
+    "cr after lr": ["recon=cr", "recon.init=least_squares", "recon.heldout_evaluations=3"],
+    "br after lr": ["recon=br", "recon.init=least_squares"],
+    "gp watched": ["recon=gp", "recon.heldout_evaluations=3", "recon.evaluations=2"],
+    "cr watched": ["recon=cr", "recon.heldout_evaluations=1", "recon.keep_best=none"],
+    "decoupled watched": ["recon=decoupled", "recon.heldout_evaluations=2"],
+    "by heldout": ["recon=gp", "recon.keep_best=heldout", "recon.heldout_evaluations=3", "recon.evaluations=2"],
+    "all": ["recon=br", "recon.window=all"],
+    "submodule": ["recon=gp", "recon.unit=submodule"],
+    "linear": ["recon=br", "recon.unit=linear", "recon.keep_best=none"],
+}
+
+
+@pytest.mark.parametrize("rows", [{}, {"mask_rows": slice(0, 5), "recon_rows": slice(2, None)}], ids=["all", "rows"])
+@pytest.mark.parametrize("pruner", ["magnitude", "sparsegpt"])
+@pytest.mark.parametrize("name", MORE)
+def test_the_estimate_counts_the_passes_of_the_engine(tiny_model, walked, plan_of, tokens, name, pruner, rows):
+    gentle = [] if name.startswith("lr") else GENTLE
+    if name == "linear":
+        gentle = [item for item in gentle if "warmup" not in item]
+    overrides = [*gentle, *MORE[name]] if "recon=" in "".join(MORE[name]) else MORE[name]
+    corpora = {CALIB: tokens(6), "same": tokens(6)}
+    _, records = walked(tiny_model(4), [f"pruner={pruner}", *overrides], corpora, **rows)
+    assert all(fit.best_step in (None, fit.steps) for record in records for fit in record.fits)
+    recon = plan_of(overrides).recon
+    units = {Unit.block: 1, Unit.submodule: 2, Unit.linear: 7}[recon.unit]
+    parts = {"choose": 5, "learn": 4} if rows else {}
+    expected = count_forwards(recon, pruner == "sparsegpt", False, 4, 6, 6, units=units, **parts)
+    assert records[-1].forwards == expected
+
+
+def test_layer_wise_reconstruction_lowers_the_error_of_every_mask(tiny_model, walked, tokens):
+    for pruner in PRUNERS:
+        _, none = walked(tiny_model(3), [f"pruner={pruner}", "recon=none"])
+        _, lr = walked(tiny_model(3), [f"pruner={pruner}", "recon=lr"])
+        assert lr[0].before == none[0].before
+        assert lr[-1].after[CALIB].relative < none[-1].after[CALIB].relative
+        for record in lr:
+            assert record.fits == []
+            for linear in record.linears.values():
+                start, loss, steps, residual = linear.solved
+                assert loss <= start
+                assert (steps >= 1) == (residual < 1e-4)
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+@pytest.mark.parametrize("name", ["lr dense", "cr after lr", "submodule", "linear", "all"])
+def test_masks_survive_every_solver(tiny_model, walked, pruner, name):
+    bare, model = tiny_model(3), tiny_model(3)
+    walked(bare, [f"pruner={pruner}", "recon=none"])
+    walked(model, [f"pruner={pruner}", *MORE[name]])
+    first = {key: weight for key, weight in weights(bare).items() if key[0] == 0}
+    for key, weight in first.items():  # the first block's mask does not depend on what reconstruction did before it
+        assert torch.equal(weights(model)[key] != 0, weight != 0)
+
+
+def test_the_closed_form_is_a_better_start(tiny_model, walked):
+    _, plain = walked(tiny_model(3), ["recon=gp", "pruner=wanda"])
+    _, solved = walked(tiny_model(3), ["recon=gp", "pruner=wanda", "recon.init=least_squares"])
+    assert solved[0].fits[0].start < plain[0].fits[0].start
+    assert solved[-1].after[CALIB].relative < plain[-1].after[CALIB].relative
+
+
+def test_pieces_are_recorded_in_order(tiny_model, walked):
+    _, records = walked(tiny_model(2), ["recon=gp", "recon.unit=submodule"])
+    for record in records:
+        assert [fit.unit for fit in record.fits] == ["self_attn", "mlp"]
+        assert all(fit.best <= fit.start for fit in record.fits)
+        assert record.after[CALIB].relative < record.before[CALIB].relative
+
+
+def test_held_out_errors_along_the_way(tiny_model, walked, tokens):
+    corpora = {CALIB: tokens(6), "other": tokens(4, seed=1), "third": tokens(3, seed=2)}
+    _, records = walked(tiny_model(2), ["recon=gp", "recon.heldout_evaluations=2", *GENTLE], corpora)
+    for record in records:
+        (fit,) = record.fits
+        assert [step for step, _ in fit.heldout] == [0, fit.steps // 2, fit.steps]
+        for errors, there in ((fit.heldout[0][1], record.before), (fit.heldout[-1][1], record.after)):
+            assert errors == {name: pytest.approx(there[name].relative, rel=1e-6) for name in ("other", "third")}
+    _, blind = walked(tiny_model(2), ["recon=gp", *GENTLE], corpora)
+    assert [record.after for record in blind] == [record.after for record in records]  # looking changes nothing
+
+
+def test_a_diverging_rate_is_caught_and_reported(tiny_model, walked):
+    overrides = ["recon.learning_rate=30", "recon.warmup=0", "recon.schedule=constant", "recon.evaluations=3"]
+    _, records = walked(tiny_model(2), ["recon=gp", *overrides])
+    for record in records:
+        (fit,) = record.fits
+        assert fit.diverged
+        assert fit.last > fit.start == fit.best
+        assert record.after == record.before
+
+
+def test_patience_stops_a_hopeless_training(tiny_model, walked):
+    overrides = ["recon.learning_rate=30", "recon.warmup=0", "recon.evaluations=6", "recon.epochs=6"]
+    _, records = walked(tiny_model(1), ["recon=gp", *overrides, "recon.patience=2"])
+    (fit,) = records[0].fits
+    assert (fit.steps, len(fit.evaluations)) == (6, 2)  # of 18: two of six evaluations
+
+
+def test_an_anchor_keeps_weights_near_their_start(tiny_model, walked):
+    moved = {}
+    for anchor in (0, 100, 1e9):
+        start, model = tiny_model(1), tiny_model(1)
+        walked(start, ["recon=none"])
+        walked(model, ["recon=gp", f"recon.anchor={anchor}", "recon.keep_best=none"])
+        gaps = [(a - b).norm() for a, b in zip(weights(model).values(), weights(start).values(), strict=True)]
+        moved[anchor] = float(sum(gaps))
+    assert 0 == moved[1e9] < moved[100] < moved[0]
+
+
+def test_checkpointing_changes_memory_and_nothing_else(tiny_model, walked):
+    one, other = tiny_model(4), tiny_model(4)
+    walked(one, ["recon=gp", "recon.window=all"])
+    walked(other, ["recon=gp", "recon.window=all", "recon.checkpointing=true"])
+    for a, b in zip(weights(one).values(), weights(other).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_streams_in_bfloat16(tiny_model, walked):
+    _, full = walked(tiny_model(3), ["recon=gp"])
+    _, half = walked(tiny_model(3), ["recon=gp"], stream_dtype=torch.bfloat16)
+    for one, other in zip(full, half, strict=True):
+        for name in one.after:
+            assert other.after[name].relative == pytest.approx(one.after[name].relative, rel=0.05)
+            assert other.after[name].relative != one.after[name].relative
+
+
+def test_typical_error_and_token_share():
+    dense, pruned = torch.ones(2, 100, 4), torch.ones(2, 100, 4)
+    dense[0, 0], pruned[0, 0] = 1000.0, 900.0  # one massive token, off by a tenth
+    pruned[:, 1:] = 0.5
+    error = measure(pruned, dense)
+    others = 198 * 4 * 0.25
+    assert error.mse == pytest.approx((4 * 100.0**2 + others) / 800)
+    assert error.relative == pytest.approx((4 * 100.0**2 + others) / (4 * 1000.0**2 + 199 * 4))
+    assert error.mse_typical == pytest.approx(0.25)
+    # The two tokens of largest norm: the massive one, and one of the others.
+    assert error.token_share == pytest.approx(4 * 100.0**2 / (4 * 100.0**2 + others), rel=1e-3)
 
 
 def test_windows_of_cross_block_reconstruction(plan_of):

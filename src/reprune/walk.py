@@ -449,7 +449,8 @@ class Walk:
                 self.recon, modules, keep, predict, inputs, target, loss, evaluate,
                 torch.Generator().manual_seed(seed), self.calib.batch_size, unit, where,
             )  # fmt: skip
-        if result.best_step != result.steps:
+        looked = result.evaluations or result.heldout  # the last look, if any, was at the end
+        if not looked or result.best_step not in (None, result.steps):
             self._forget_fronts()  # made by other weights than the ones that were kept
         for item in held:
             item.fits.append(result)

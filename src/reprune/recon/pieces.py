@@ -117,7 +117,7 @@ def _submodules(block: nn.Module, forward: Callable[[], Any]) -> list[Piece]:
     _run(forward, handles)
     with_linears = {name.partition(".")[0] for name in linears(block)}
     heavy = [name for name, _, _ in calls if name in with_linears]
-    if len(heavy) != 2:
+    if len(heavy) < 2:
         raise _refusal(block, f"its linears lie in {', '.join(heavy) or 'no module that is called'}")
     first = next(place for place, (name, _, _) in enumerate(calls) if name == heavy[0])
     before = [*entered, *(value for _, *values in calls[:first] for value in values)]
@@ -130,7 +130,7 @@ def _submodules(block: nn.Module, forward: Callable[[], Any]) -> list[Piece]:
         else:
             early = list(dict.fromkeys(name for name, _, _ in calls[:place]))
             late = [name for name, _ in block.named_children() if name not in early]
-            return [Piece(heavy[0], early, Cut(name, leaving=False)), Piece(heavy[1], late, None)]
+            return [Piece(heavy[0], early, Cut(name, leaving=False)), Piece("+".join(heavy[1:]), late, None)]
         if name == heavy[1]:
             break
     raise _refusal(block, f"{heavy[0]} adds the residual itself")
