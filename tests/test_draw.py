@@ -52,8 +52,10 @@ def corpus(count: int, least: int, most: int, pack: bool, split: Split | None = 
 TOKENIZER = byte_tokenizer(bos_token="<s>", eos_token="</s>")
 
 
-def take(source, count, seq_len, *, split=Split.calib, seed=0, bos=False, tokenizer=TOKENIZER, **more):
-    return draw(source, split, tokenizer, count, seq_len, seed, bos, **more)
+def take(
+    source, count, seq_len, *, split=Split.calib, seed=0, bos=False, tokenizer=TOKENIZER, name="test_draw", **more
+):
+    return draw(source, split, tokenizer, count, seq_len, seed, bos, name=name, **more)
 
 
 def check(drawn, source, seq_len, bos):
