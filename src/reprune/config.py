@@ -244,6 +244,10 @@ def build(node: Any, group: str) -> Any:
     del given["_target_"]
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), given))
+    except ConfigError as error:
+        # A corpus calls a setting by its own name: it may stand in calib or in heldout.
+        own = str(error).partition("=")[0] in known
+        raise ConfigError(f"{group}.{error}" if own else str(error)) from error
     except OmegaConfBaseException as error:
         key = f"{group}.{error.full_key}" if getattr(error, "full_key", None) else group
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}. {_keys(group, known)}") from error

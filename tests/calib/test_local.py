@@ -101,12 +101,12 @@ def test_settings_work_as_a_schema(paths):
 
 @pytest.mark.parametrize("paths", [[], "", None, 3, ["a", 3]])
 def test_paths_that_are_none(paths):
-    with pytest.raises(ConfigError, match=r"calib\.paths"):
+    with pytest.raises(ConfigError, match=r"^paths="):
         Local(paths=paths, text_field="text", chunk_chars=1, pack=True)
 
 
 def test_chunk_chars_out_of_range():
-    with pytest.raises(ConfigError, match=r"calib\.chunk_chars=0"):
+    with pytest.raises(ConfigError, match="chunk_chars=0"):
         local("a", chunk_chars=0)
 
 
@@ -128,7 +128,11 @@ def test_chunk_chars_out_of_range():
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000)[:-20], "cut off or not a gzip file"),
         ("a.jsonl.gz", b'{"text": "x"}\n', "cut off or not a gzip file"),
         ("a.parquet", b"PAR1 nonsense", "cannot be read as parquet"),
-        ("a.csv", b"text\nx\n", r"unknown kind of file. Supported: .txt, .jsonl, .jsonl.gz, .parquet"),
+        (
+            "a.csv",
+            b"text\nx\n",
+            r"unknown kind of file. Supported: .txt, .jsonl, .jsonl.gz, .json.gz, .parquet, .arrow",
+        ),
     ],
 )
 def test_files_that_cannot_be_read(name, content, message, tmp_path):
@@ -147,7 +151,7 @@ def test_parquet_columns(tmp_path):
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(CorpusError, match=r"calib\.paths=.*none\.txt: there is no such file"):
+    with pytest.raises(CorpusError, match=r"^paths=.*none\.txt: there is no such file"):
         texts(tmp_path / "none.txt")
     with pytest.raises(CorpusError, match="there is no such file"):
         texts(tmp_path / "*.txt")
@@ -166,6 +170,5 @@ def test_permission(method, tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied", str(path))
 
         monkeypatch.setattr("pathlib.Path.open", refuse)
-        monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
     with pytest.raises(CorpusError, match=r"a\.txt: cannot be read \(Permission denied\)"):
         list(getattr(local(path), method)())
