@@ -22,6 +22,7 @@ class HubServer(ThreadingHTTPServer):
 
     def clear(self):
         self.files.clear()
+        self.gated: set[str] = set()  # data sets that everybody may see and nobody read
         self.asked: list[tuple[str, str]] = []
         self.sent = 0
 
@@ -99,6 +100,9 @@ class Handler(BaseHTTPRequestHandler):
         files, sha = self.find(repo, revision)
         if files is None:
             return
+        if repo in self.server.gated:
+            self.missing("GatedRepo", status=403)
+            return
         if name not in files:
             self.missing("EntryNotFound", {"X-Repo-Commit": sha})
             return
@@ -117,8 +121,8 @@ class Handler(BaseHTTPRequestHandler):
     def json(self, value):
         self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def missing(self, code, headers=None):
-        self.send(404, b"", {"X-Error-Code": code, "X-Error-Message": code} | (headers or {}))
+    def missing(self, code, headers=None, status=404):
+        self.send(status, b"", {"X-Error-Code": code, "X-Error-Message": code} | (headers or {}))
 
     def send(self, status, content, headers):
         self.send_response(status)

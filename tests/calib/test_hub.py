@@ -247,6 +247,8 @@ def test_a_new_commit_is_seen_and_an_old_one_can_be_asked_for(filled):
 def test_what_the_hub_does_not_have(filled):
     with pytest.raises(CorpusError, match=r"path=no/such: the hub has no such data set.*calib=local"):
         corpus("calib=c4", "calib.path=no/such").revision()
+    with pytest.raises(CorpusError, match=r"path=no--such: the hub has no such data set"):
+        corpus("calib=c4", "calib.path=no--such").revision()
     with pytest.raises(CorpusError, match="hub_revision=v9: data set allenai/c4 has no such branch"):
         corpus("calib=c4", "calib.hub_revision=v9").revision()
     for streaming in ("true", "false"):
@@ -256,6 +258,12 @@ def test_what_the_hub_does_not_have(filled):
             texts(corpus("calib=c4", "calib.data_files.train=en/none.jsonl", f"calib.streaming={streaming}"))
     with pytest.raises(CorpusError, match=r"penn_treebank/nope/0000.parquet .*There are: penn_treebank/train"):
         texts(corpus("calib=ptb", "calib.splits.test=nope"))
+
+
+def test_a_data_set_behind_a_login(filled):
+    filled.gated.add("allenai/c4")
+    with pytest.raises(CorpusError, match=r"path=allenai/c4: .*not open to you.*hf auth login"):
+        texts(corpus("calib=c4"))
 
 
 def test_rows_that_are_not_as_expected(filled):

@@ -189,8 +189,7 @@ class Hub:
                 f"it. {ELSEWHERE}."
             )
         file = self._files(self.splits[Split.calib.value])[0]
-        # The cache lays files out as snapshots/<commit>/<file>.
-        return self._fetch(file, self.hub_revision).parents[len(PurePosixPath(file).parts) - 1].name
+        return _commit_of(self._fetch(file, self.hub_revision), file)
 
     @cached_property
     def _hub(self) -> tuple[str | None, str]:
@@ -199,18 +198,20 @@ class Hub:
         The library would ask again and again for a file that is not in the cache, for half a minute and more.
         """
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import (
+            HFValidationError,
+            HTTPError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
 
         try:
             info = HfApi().dataset_info(
                 self.path, revision=self.hub_revision, timeout=TIMEOUT_SECONDS, expand=["sha"]
             )  # "sha" alone: the files of C4 would be a list of several MB
             return info.sha, ""
-        except RepositoryNotFoundError as error:
-            raise CorpusError(
-                f"path={self.path}: the hub has no such data set, or it is not open to you. For one behind a login run "
-                f"`hf auth login`. {ELSEWHERE}."
-            ) from error
+        except (RepositoryNotFoundError, HFValidationError) as error:
+            raise self._closed() from error
         except RevisionNotFoundError as error:
             raise CorpusError(
                 f"hub_revision={self.hub_revision}: data set {self.path} has no such branch, tag or commit."
@@ -224,14 +225,14 @@ class Hub:
     def _fetch(self, file: str, revision: str) -> Path:
         """Return where a file lies in the cache, and put it there first if the hub can be reached."""
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+        from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError, RepositoryNotFoundError
 
         commit, problem = self._hub
         try:
             # By the name of the revision, so that the cache learns its commit and finds it without network.
             asked = self.hub_revision if revision == commit else revision
-            return Path(
-                hf_hub_download(self.path, file, repo_type="dataset", revision=asked, local_files_only=commit is None)
+            found = hf_hub_download(
+                self.path, file, repo_type="dataset", revision=asked, local_files_only=commit is None
             )
         except LocalEntryNotFoundError as error:
             raise CorpusError(
@@ -240,6 +241,17 @@ class Hub:
             ) from error
         except RemoteEntryNotFoundError as error:
             raise self._no_file(file) from error
+        except RepositoryNotFoundError as error:  # the hub shows the data set to everybody, and its files to some
+            raise self._closed() from error
+        if commit is not None and _commit_of(Path(found), file) != commit:
+            raise CorpusError(f"{self.path}: was changed on the hub while it was read. Start again.")
+        return Path(found)
+
+    def _closed(self) -> CorpusError:
+        return CorpusError(
+            f"path={self.path}: the hub has no such data set, or it is not open to you. For one behind a login run "
+            f"`hf auth login`. {ELSEWHERE}."
+        )
 
     def _no_file(self, file: str) -> CorpusError:
         """Say that the data set has no such file, and what lies near where it should be."""
@@ -260,6 +272,11 @@ class Hub:
             f"{keys}: data set {self.path} has no file {file} at hub_revision={self.hub_revision}. There are: "
             f"{', '.join(there) or 'none'}."
         )
+
+
+def _commit_of(path: Path, file: str) -> str:
+    """Return the commit that a file in the cache belongs to: it lies in snapshots/<commit>/<file>."""
+    return path.parents[len(PurePosixPath(file).parts) - 1].name
 
 
 def _stripped(text: str) -> Iterator[str]:
