@@ -194,7 +194,7 @@ def test_streaming_reads_no_more_than_it_needs(hub, kind, tmp_path):
 
 @pytest.mark.parametrize("option", ["c4", "wikitext2", "ptb"])
 @pytest.mark.parametrize("how", ["offline", "unreachable"])
-def test_what_is_cached_works_without_network(filled, monkeypatch, option, how):
+def test_what_is_cached_works_without_network(filled, monkeypatch, caplog, option, how):
     online = corpus(f"calib={option}")
     documents, revision = list(online.documents()), online.revision()
     cut(monkeypatch, how)
@@ -203,6 +203,8 @@ def test_what_is_cached_works_without_network(filled, monkeypatch, option, how):
     assert list(found.documents()) == documents
     assert found.revision() == revision
     assert not filled.asked
+    # Said where nobody asked for it; with HF_HUB_OFFLINE somebody did.
+    assert ("the hub cannot be reached" in caplog.text) == (how == "unreachable")
 
 
 def cut(monkeypatch, how):

@@ -15,7 +15,7 @@ What the published protocols do, and how a draw from these documents differs:
   windows from the start. `joined` gives that text; the windows are the evaluation's affair.
 
 Files are kept in the hub's own cache (HF_HOME), under the commit that they came from. Without network, or with
-HF_HUB_OFFLINE=1, what is cached there is used.
+HF_HUB_OFFLINE=1, what is cached there is used; with `streaming` nothing is kept, and the network is needed.
 """
 
 import hashlib
@@ -201,6 +201,7 @@ class Hub:
         from huggingface_hub.errors import (
             HFValidationError,
             HTTPError,
+            OfflineModeIsEnabled,
             RepositoryNotFoundError,
             RevisionNotFoundError,
         )
@@ -216,6 +217,8 @@ class Hub:
             raise CorpusError(
                 f"hub_revision={self.hub_revision}: data set {self.path} has no such branch, tag or commit."
             ) from error
+        except OfflineModeIsEnabled:
+            return None, "HF_HUB_OFFLINE is set"
         except (HTTPError, OSError) as error:
             problem = _short(error)
         if not self.streaming:
