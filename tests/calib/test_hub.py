@@ -246,6 +246,21 @@ def test_a_new_commit_is_seen_and_an_old_one_can_be_asked_for(filled):
     )
 
 
+def test_a_commit_works_without_network_once_it_is_cached(filled, monkeypatch):
+    pinned = ["calib=wikitext2", f"calib.hub_revision={filled.sha('Salesforce/wikitext', 'main')}"]
+    documents = texts(corpus(*pinned))
+    cut(monkeypatch, "offline")
+    assert texts(corpus(*pinned)) == documents
+
+
+def test_a_data_set_that_changes_while_it_is_read(filled):
+    found = corpus("calib=c4")
+    assert filled.sha("allenai/c4", "main") in found.revision()
+    filled.files["allenai/c4", "main"][C4_TRAIN] = json_gz(["other"])
+    with pytest.raises(CorpusError, match=r"allenai/c4: was changed on the hub while it was read"):
+        texts(found)
+
+
 def test_what_the_hub_does_not_have(filled):
     with pytest.raises(CorpusError, match=r"path=no/such: the hub has no such data set.*calib=local"):
         corpus("calib=c4", "calib.path=no/such").revision()
