@@ -154,7 +154,7 @@ def main() -> None:
         plan = build_plan(compose("config", overrides), cli.load_option)
     model, tokenizer = plan.model.load()
     tokens = draw(
-        plan.corpora[plan.calib], Split.calib, tokenizer, args.count, args.seq_len, plan.seed, False, key="calib"
+        plan.corpora[plan.calib], Split.calib, tokenizer, args.count, args.seq_len, plan.seed, False, name=plan.calib
     ).tokens
     original, cpu = copy.deepcopy(model), torch.device("cpu")
 

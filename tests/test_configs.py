@@ -24,7 +24,8 @@ def test_every_folder_was_walked():
 def test_every_option_composes_and_builds(group, name, text_file):
     # Nothing is loaded: hub models and assets build without network.
     overrides = [f"{group}=[{name}]" if group == "eval" else f"{group}={name}", "run_name=test"]
-    overrides += [f"calib.paths={text_file}"] if name == "local" else []
+    needed = {"local": [f"calib.paths={text_file}"], "hub": ["calib.path=owner/name"]}
+    overrides += needed.get(name, []) if group == "calib" else []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         plan = build_plan(compose("config", overrides=overrides), load_option)
     assert isinstance(plan, Plan)
@@ -41,6 +42,24 @@ def test_the_default_config_builds():
 def test_resolved_settings_build_the_same_plan(plan_of, local):
     # The resolved config must stand alone: no option files, no interpolations.
     plan = plan_of(["recon=cr", "heldout=[local,wiki]"])
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        again = build_plan(OmegaConf.create(plan.resolved), lambda *_: pytest.fail("an option was looked up"))
+    assert again == plan
+
+
+@pytest.mark.parametrize("name", GROUPS["calib"])
+def test_a_corpus_is_named_as_its_option(name):
+    assert OmegaConf.load(CONF / "calib" / f"{name}.yaml").name == name
+
+
+def test_corpora_of_one_class_have_two_names(plan_of, text_file):
+    other = f"{{local: {{name: other, paths: {text_file}, chunk_chars: 9}}}}"
+    plan = plan_of([f"heldout=[local,{other},c4]"])
+    assert plan.heldout == plan.evals["ppl"].corpora == ["local", "other", "c4"]
+    assert plan.calib == "local"
+    assert [plan.corpora[name].chunk_chars for name in plan.heldout] == [4000, 9, 0]
+    plan = plan_of(["calib.name=mine", f"heldout=[mine,{{local: {{paths: {text_file}}}}}]"])
+    assert (plan.calib, plan.heldout) == ("mine", ["mine", "local"])
     with initialize_config_dir(str(CONF), version_base="1.3"):
         again = build_plan(OmegaConf.create(plan.resolved), lambda *_: pytest.fail("an option was looked up"))
     assert again == plan
@@ -85,7 +104,7 @@ MISTAKES = {
     "calib.seq_len=1025": "calib.seq_len=1025: a random Llama with 2 blocks of width 32 has 1024 positions",
     "eval.ppl.seq_len=4096": "eval.ppl.seq_len=4096: a random Llama with 2 blocks of width 32 has 1024 positions",
     "calib.heldout_count=0": "use heldout=[] to measure no held-out corpus",
-    "calib=nosuch": "calib=nosuch: no such option. Options of calib: local, sotu, wiki",
+    "calib=nosuch": "calib=nosuch: no such option. Options of calib: " + ", ".join(GROUPS["calib"]),
     "calib=wikki": "Did you mean wiki",
     "calib.paths=null": "calib.paths",
     "pruner=sparsgpt": "pruner=sparsgpt: no such option. Did you mean sparsegpt",
@@ -114,7 +133,7 @@ MISTAKES = {
     "calib.count=5 recon.batch_size=6": "recon.batch_size=6: there are only calib.count=5 sequences",
     "recon.batch_size=0": "recon.batch_size=0: must be at least 1",
     "recon.keep_best=heldout heldout=[] eval=[]": "recon.keep_best=heldout with heldout=[]",
-    "heldout=[nosuch]": "nosuch: not a corpus. Options of calib: local, sotu, wiki",
+    "heldout=[nosuch]": "nosuch: not a corpus. Options of calib: " + ", ".join(GROUPS["calib"]),
     "heldout=[wikki]": "Did you mean wiki",
     "heldout=wiki": "heldout=wiki: must be a list",
     "heldout=[wiki,wiki]": "a corpus is named twice",
@@ -129,6 +148,11 @@ MISTAKES = {
     "eval.ppl.window=3": "Did you mean windows",
     "eval=[pppl]": "eval=pppl: no such option. Did you mean ppl",
     "calib.paths=[": "calib.paths=[: cannot be read",
+    "calib.chunk_chars=0": "calib.chunk_chars=0: must be at least 1",
+    "heldout=[{local:{paths:[]}}] calib.name=mine": "heldout.local.paths=[]: must be a file",
+    "heldout=[{local:{paths:a}}]": "heldout: corpus local is set in two ways",
+    "heldout=[{local:{paths:a,name:a/b}}]": "heldout: local.name=a/b: must be text without a slash",
+    "calib.name=null": "calib.name=None: must be text",
     "+recon.nosuch=1": "recon.nosuch: no such setting",
 }
 

@@ -52,8 +52,10 @@ def corpus(count: int, least: int, most: int, pack: bool, split: Split | None = 
 TOKENIZER = byte_tokenizer(bos_token="<s>", eos_token="</s>")
 
 
-def take(source, count, seq_len, *, split=Split.calib, seed=0, bos=False, tokenizer=TOKENIZER, **more):
-    return draw(source, split, tokenizer, count, seq_len, seed, bos, **more)
+def take(
+    source, count, seq_len, *, split=Split.calib, seed=0, bos=False, tokenizer=TOKENIZER, name="test_draw", **more
+):
+    return draw(source, split, tokenizer, count, seq_len, seed, bos, name=name, **more)
 
 
 def check(drawn, source, seq_len, bos):
@@ -155,6 +157,45 @@ def test_splits_are_disjoint_and_of_the_right_size():
     for one in drawn:
         assert all(split_of(key) is one.split for key in one.documents)
     assert sum(one.documents_available for one in drawn) == 300
+
+
+def test_a_document_may_say_where_it_belongs():
+    """Split by the source: every document of the corpus, whatever its id."""
+
+    class Sorted(Texts):
+        def documents(self):
+            return [
+                Document(key, text, Split.test if number < 10 else Split.calib)
+                for number, (key, text) in enumerate(self.texts.items())
+            ]
+
+    source = Sorted(corpus(30, 40, 60, pack=False, split=Split.heldout).texts, False)
+    assert take(source, 10, 32, split=Split.test).documents == frozenset(list(source.texts)[:10])
+    assert take(source, 20, 32, split=Split.calib).documents == frozenset(list(source.texts)[10:])
+    with pytest.raises(CorpusError, match=r"none of its 30 documents is in the split heldout"):
+        take(source, 1, 32, split=Split.heldout)
+
+
+def test_splits_that_share_documents_keep_their_proportion():
+    keys = [f"document {number}" for number in range(20_000)]
+    for among, share in (((Split.calib, Split.heldout), 0.75), ((Split.heldout, Split.test), 0.5), ((Split.test,), 1)):
+        counts = Counter(split_of(key, among) for key in keys)
+        assert counts.keys() == set(among)
+        assert counts[among[0]] / len(keys) == pytest.approx(share, abs=0.015)
+
+
+def test_the_name_decides_the_order():
+    source = corpus(50, 40, 60, pack=False)
+    assert take(source, 10, 32, name="a").documents != take(source, 10, 32, name="b").documents
+
+
+def test_what_a_corpus_finds_wrong_is_said_with_its_name():
+    class Broken(Texts):
+        def documents(self):
+            raise CorpusError("a.txt: is broken.")
+
+    with pytest.raises(CorpusError, match=r"^corpus mine: a\.txt: is broken\.$"):
+        take(Broken({}, True), 1, 32, name="mine")
 
 
 def test_excluded_documents_never_appear():

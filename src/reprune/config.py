@@ -18,6 +18,7 @@ from reprune.errors import ConfigError
 
 STREAM_DTYPES = ("float32", "bfloat16")
 DRAW_KEYS = ("count", "seq_len", "heldout_count")  # of calib, beside the corpus' own keys
+NAME = "name"  # of a corpus: in its YAML, beside the settings of its class, which other corpora may share
 
 
 @dataclass
@@ -141,7 +142,7 @@ def build_plan(config: DictConfig, load_option: Callable[[str, str], DictConfig]
     _reject_nan(config)
     calib_node: Any = OmegaConf.to_container(config.calib, resolve=True)  # a missing value stays for build to name
     draw = {key: _whole(f"calib.{key}", calib_node.pop(key, None)) for key in DRAW_KEYS}
-    calib_name = _name(config.calib)
+    calib_name = _name(calib_node, "calib")
     nodes: dict[str, Any] = {calib_name: calib_node}
 
     def named(key: str, items: Any) -> list[str]:
@@ -154,9 +155,14 @@ def build_plan(config: DictConfig, load_option: Callable[[str, str], DictConfig]
             if not isinstance(name, str):
                 raise ConfigError(f"{key}: {item} is not the name of a corpus.")
             if name not in nodes or settings:
-                option = settings if "_target_" in settings else OmegaConf.merge(load_option("calib", name), settings)
+                whole = "_target_" in settings
+                option = {NAME: name, **settings} if whole else OmegaConf.merge(load_option("calib", name), settings)
+                name = _name(option, f"{key}: {name}")
                 if nodes.get(name, option) != option:
-                    raise ConfigError(f"{key}: corpus {name} is set in two ways. Give one of them another name.")
+                    raise ConfigError(
+                        f"{key}: corpus {name} is set in two ways. Give one of them another name, as in "
+                        f"{key}=[{{{name}: {{{NAME}: other, ...}}}}]."
+                    )
                 nodes[name] = option
             names.append(name)
         if len(set(names)) != len(names):
@@ -171,9 +177,15 @@ def build_plan(config: DictConfig, load_option: Callable[[str, str], DictConfig]
             node["corpora"] = named(f"eval.{name}.corpora", node["corpora"])
         evals[name] = build(node, f"eval.{name}")
     parts = {group: build(config[group], group) for group in ("model", "sparsity", "pruner", "recon")}
-    corpora = {name: build(node, "calib" if name == calib_name else f"heldout.{name}") for name, node in nodes.items()}
+    expanded: Any = {name: OmegaConf.to_container(OmegaConf.create(node), resolve=True) for name, node in nodes.items()}
+    corpora = {
+        name: build(
+            {key: value for key, value in node.items() if key != NAME},
+            "calib" if name == calib_name else f"heldout.{name}",
+        )
+        for name, node in expanded.items()
+    }
     resolved: Any = OmegaConf.to_container(config, resolve=True)
-    expanded = {name: OmegaConf.to_container(OmegaConf.create(node), resolve=True) for name, node in nodes.items()}
     resolved["heldout"] = [{name: expanded[name]} if name != calib_name else name for name in heldout]
     for name, node in eval_nodes.items():
         if "corpora" in node:
@@ -232,6 +244,10 @@ def build(node: Any, group: str) -> Any:
     del given["_target_"]
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), given))
+    except ConfigError as error:
+        # A corpus calls a setting by its own name: it may stand in calib or in heldout.
+        own = str(error).partition("=")[0] in known
+        raise ConfigError(f"{group}.{error}" if own else str(error)) from error
     except OmegaConfBaseException as error:
         key = f"{group}.{error.full_key}" if getattr(error, "full_key", None) else group
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}. {_keys(group, known)}") from error
@@ -247,9 +263,14 @@ def _keys(group: str, known: list[str]) -> str:
     return f"Keys of {group}: {', '.join(known) or 'none'}."
 
 
-def _name(node: Any) -> str:
-    """Name a corpus after the file of its class, as its YAML is named."""
-    return str(node.get("_target_")).split(".")[-2]
+def _name(node: Any, key: str) -> str:
+    """Return the name that a corpus goes by in the results."""
+    name = node.get(NAME)
+    if not isinstance(name, str) or not name or "/" in name:
+        raise ConfigError(
+            f"{key}.{NAME}={name}: must be text without a slash; the numbers of a corpus are named by it."
+        )
+    return name
 
 
 def _whole(key: str, value: Any) -> int:

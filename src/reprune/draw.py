@@ -5,9 +5,8 @@ every machine and with every version of the libraries, and a document that is ad
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,12 @@ import torch
 from torch import Tensor
 
 from reprune.errors import CorpusError
-from reprune.interfaces import Corpus
+from reprune.interfaces import Corpus, Split
 
 BATCH = 8  # documents tokenised at once: tokenizers share them among cores; at most so many are tokenised in vain
 
 
-class Split(Enum):
-    """The part of a corpus that a document belongs to."""
-
-    calib = "calib"
-    heldout = "heldout"
-    test = "test"
-
-
+SHARES = {Split.calib: 0.6, Split.heldout: 0.2, Split.test: 0.2}
 # The keys that set how many sequences are drawn and how long they are; {} stands for what asks for the draw.
 KEYS = {
     Split.calib: ("{}.count", "{}.seq_len"),
@@ -82,10 +74,20 @@ class Draw:
         return frozenset(piece.document for sequence in self.pieces for piece in sequence)
 
 
-def split_of(document_id: str) -> Split:
-    """Return the split of a document: 60 % calib, 20 % heldout, 20 % test, by a hash of its id."""
-    share = _hashed(document_id) / 2**64
-    return Split.calib if share < 0.6 else Split.heldout if share < 0.8 else Split.test
+def split_of(document_id: str, among: Collection[Split] = tuple(Split)) -> Split:
+    """Return the split of a document by a hash of its id: 60 % calib, 20 % heldout, 20 % test.
+
+    Args:
+        document_id: of the document.
+        among: the splits that share these documents, at least one, in proportion if they are not all.
+    """
+    splits = [split for split in Split if split in among]
+    place = _hashed(document_id) / 2**64 * sum(SHARES[split] for split in splits)
+    for split in splits[:-1]:
+        if place < SHARES[split]:
+            return split
+        place -= SHARES[split]
+    return splits[-1]
 
 
 def draw(
@@ -98,6 +100,7 @@ def draw(
     bos: bool,
     exclude: frozenset[str] = frozenset(),
     *,
+    name: str,
     key: str = "calib",
 ) -> Draw:
     """Draw sequences from one split of a corpus; no token of a document is used twice.
@@ -115,24 +118,29 @@ def draw(
         seed: orders the documents and places the pieces.
         bos: start each sequence with the tokenizer's BOS.
         exclude: ids of documents that must not be used.
+        name: of the corpus. Two corpora of one class have two names, and the order of documents depends on it.
         key: config key of what asks for the draw, for errors: "calib", "heldout", "eval.ppl".
 
     Raises:
-        CorpusError: the split has too little text, or the tokenizer has no BOS or EOS where one is needed.
+        CorpusError: the corpus cannot be read, the split has too little text, or the tokenizer has no BOS or EOS
+            where one is needed.
         ValueError: count or seq_len leaves no room for a token of text.
     """
     body = seq_len - bos
     if count < 1 or body < 1:
         raise ValueError(f"{count} sequences of {seq_len} tokens, of which {int(bos)} BOS: nothing to draw")
-    name = type(corpus).__module__.rpartition(".")[2]
     start = [_special(tokenizer, "bos", "Set model.bos=never.")] if bos else []
     joint = _special(tokenizer, "eos", f"Set {key}.pack=false.") if corpus.pack else None
 
     total, texts = 0, {}
-    for document in corpus.documents():
-        total += 1
-        if document.id not in exclude and split_of(document.id) is split:
-            texts[document.id] = document.text
+    try:
+        revision = corpus.revision()
+        for document in corpus.documents():
+            total += 1
+            if document.id not in exclude and (document.split or split_of(document.id)) is split:
+                texts[document.id] = document.text
+    except CorpusError as error:
+        raise CorpusError(f"corpus {name}: {error}") from error
     salt = f"{seed}/{name}/{split.value}"
     filler = _Filler(count, body, joint, salt)
     filler.fill(_tokenised(sorted(texts, key=lambda id: (_hashed(salt, "order", id), id)), texts, tokenizer))
@@ -142,7 +150,7 @@ def draw(
         tokens=torch.tensor([start + tokens for tokens, _ in filler.done], dtype=torch.int64),
         pieces=[pieces for _, pieces in filler.done],
         corpus=name,
-        revision=corpus.revision(),
+        revision=revision,
         split=split,
         seed=seed,
         bos=bos,

@@ -5,6 +5,7 @@ Nothing inherits from these. A class that has the members fits; mypy checks that
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -12,17 +13,27 @@ from torch import Tensor
 from reprune.sparsity.pattern import Pattern
 
 
+class Split(Enum):
+    """The part of a corpus that a document belongs to."""
+
+    calib = "calib"
+    heldout = "heldout"
+    test = "test"
+
+
 @dataclass(frozen=True)
 class Document:
-    """One text and the id that decides its split.
+    """One text, and where it belongs.
 
     Attributes:
         id: unique in its corpus, the same on every machine.
         text: not empty after stripping.
+        split: where the source says that it belongs; None if the id is to decide.
     """
 
     id: str
     text: str
+    split: Split | None = None
 
 
 class Corpus(Protocol):

@@ -107,7 +107,7 @@ def draw_corpora(plan: Plan, tokenizer: Any, bos: bool) -> tuple[dict[str, Draw]
     """
 
     def take(name: str, split: Split, count: int, seq_len: int, key: str) -> Draw:
-        return draw(plan.corpora[name], split, tokenizer, count, seq_len, plan.seed, bos, key=key)
+        return draw(plan.corpora[name], split, tokenizer, count, seq_len, plan.seed, bos, name=name, key=key)
 
     draws = {CALIB: take(plan.calib, Split.calib, plan.count, plan.seq_len, "calib")}
     for name in plan.heldout:

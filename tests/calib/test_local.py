@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -10,6 +11,7 @@ from omegaconf import OmegaConf
 from reprune.calib.local import Local
 from reprune.errors import ConfigError, CorpusError
 
+SHARED = Path(os.environ.get("REPRUNE_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 # Characters that str.splitlines() takes for line ends, a NUL, and one outside of the basic plane.
 ODD = "a\u2028b\u0085c\x0bd\x0ce\x1cf\x00g\U0001f600h\ri"
 
@@ -26,15 +28,25 @@ def jsonl(*rows) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
+def write_arrow(path, rows, new):
+    """Write rows in batches of two."""
+    table = pyarrow.table({"id": list(range(len(rows))), "text": rows})
+    with new(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
 def test_every_format_gives_the_same_documents(tmp_path):
     wanted = [ODD, "second text", "dritter Text: äöü"]
     rows = [{"text": text, "id": number} for number, text in enumerate(wanted)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(*rows))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(*rows)))
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(jsonl(*rows)))  # as C4's own files are called
     pyarrow.parquet.write_table(pyarrow.table({"text": wanted}), tmp_path / "c.parquet")
-    for file in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+    write_arrow(tmp_path / "d.arrow", wanted, pyarrow.ipc.new_stream)
+    write_arrow(tmp_path / "e.arrow", wanted, pyarrow.ipc.new_file)
+    for file in ("a.jsonl", "b.jsonl.gz", "b.json.gz", "c.parquet", "d.arrow", "e.arrow"):
         assert texts(tmp_path / file) == wanted
-    assert texts(tmp_path) == wanted  # the same text in three files is one document
+    assert texts(tmp_path) == wanted  # the same text in six files is one document
 
 
 def test_raw_line_separators_of_unicode_stay_in_a_line_of_json(tmp_path):
@@ -101,12 +113,12 @@ def test_settings_work_as_a_schema(paths):
 
 @pytest.mark.parametrize("paths", [[], "", None, 3, ["a", 3]])
 def test_paths_that_are_none(paths):
-    with pytest.raises(ConfigError, match=r"calib\.paths"):
+    with pytest.raises(ConfigError, match=r"^paths="):
         Local(paths=paths, text_field="text", chunk_chars=1, pack=True)
 
 
 def test_chunk_chars_out_of_range():
-    with pytest.raises(ConfigError, match=r"calib\.chunk_chars=0"):
+    with pytest.raises(ConfigError, match="chunk_chars=0"):
         local("a", chunk_chars=0)
 
 
@@ -128,7 +140,11 @@ def test_chunk_chars_out_of_range():
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000)[:-20], "cut off or not a gzip file"),
         ("a.jsonl.gz", b'{"text": "x"}\n', "cut off or not a gzip file"),
         ("a.parquet", b"PAR1 nonsense", "cannot be read as parquet"),
-        ("a.csv", b"text\nx\n", r"unknown kind of file. Supported: .txt, .jsonl, .jsonl.gz, .parquet"),
+        (
+            "a.csv",
+            b"text\nx\n",
+            r"unknown kind of file. Supported: .txt, .jsonl, .jsonl.gz, .json.gz, .parquet, .arrow",
+        ),
     ],
 )
 def test_files_that_cannot_be_read(name, content, message, tmp_path):
@@ -146,8 +162,36 @@ def test_parquet_columns(tmp_path):
     assert texts(tmp_path / "a.parquet", text_field="body") == ["x"]
 
 
+@pytest.mark.parametrize("new", [pyarrow.ipc.new_stream, pyarrow.ipc.new_file])
+def test_arrow_files_that_cannot_be_read(tmp_path, new):
+    path = tmp_path / "a.arrow"
+    write_arrow(path, ["x" * 1000] * 10, new)
+    with pytest.raises(CorpusError, match=r"a\.arrow: has no field 'body'; it has id, text"):
+        texts(path, text_field="body")
+    with pytest.raises(CorpusError, match=r"a\.arrow: column 'id' is int64"):
+        texts(path, text_field="id")
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"nonsense", b""):
+        path.write_bytes(content)
+        with pytest.raises(CorpusError, match=r"a\.arrow: cannot be read as arrow|no text in it"):
+            texts(path)
+
+
+def test_empty_rows_one_giant_document_and_another_language(tmp_path):
+    giant = "слово " * 200_000
+    (tmp_path / "a.jsonl").write_bytes(jsonl(*({"text": text} for text in ("", " ", giant, "日本語の文章", "\x00"))))
+    assert texts(tmp_path / "a.jsonl") == [giant.strip(), "日本語の文章", "\x00"]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not there")
+def test_real_files():
+    assert len(texts(SHARED / "c4" / "train.jsonl")) == 2000
+    assert len(texts(SHARED / "wikitext2" / "pages_test.jsonl", text_field="page")) == 62
+    assert "= Robert Boulter =" in texts(SHARED / "wikitext2" / "test.jsonl")
+
+
 def test_nothing_there(tmp_path):
-    with pytest.raises(CorpusError, match=r"calib\.paths=.*none\.txt: there is no such file"):
+    with pytest.raises(CorpusError, match=r"^paths=.*none\.txt: there is no such file"):
         texts(tmp_path / "none.txt")
     with pytest.raises(CorpusError, match="there is no such file"):
         texts(tmp_path / "*.txt")
@@ -166,6 +210,5 @@ def test_permission(method, tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied", str(path))
 
         monkeypatch.setattr("pathlib.Path.open", refuse)
-        monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
     with pytest.raises(CorpusError, match=r"a\.txt: cannot be read \(Permission denied\)"):
         list(getattr(local(path), method)())
