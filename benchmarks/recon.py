@@ -109,7 +109,9 @@ def main() -> None:
     plan = plan_of(*common)
     model, tokenizer = plan.model.load()
     corpora = {
-        name: draw(plan.corpora[plan.calib], split, tokenizer, count, args.seq_len, plan.seed, False).tokens
+        name: draw(
+            plan.corpora[plan.calib], split, tokenizer, count, args.seq_len, plan.seed, False, name=args.calib
+        ).tokens
         for name, split, count in (("calib", Split.calib, args.count), ("heldout", Split.heldout, args.heldout))
     }
     threads = torch.get_num_threads()

@@ -258,7 +258,7 @@ def test_layer_wise_reconstruction_lowers_the_error_of_every_mask(tiny_model, wa
             for linear in record.linears.values():
                 start, loss, steps, residual = linear.solved
                 assert loss <= start
-                assert (steps >= 1) == (residual < 1e-4)
+                assert (steps < 100) == (residual <= 1e-3)
 
 
 @pytest.mark.parametrize("pruner", PRUNERS)

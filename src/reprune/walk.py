@@ -322,6 +322,7 @@ class Walk:
             weight, keep = weight_of(linear), as_stored(linear, held.keep[linear.weight])
             solution = least_squares(
                 weight_of(dense[name]), weight, keep, hessian.gram, None if cross is None else cross.total,
+                self.recon.damping,
                 self.recon.tolerance, self.recon.max_iterations,
             )  # fmt: skip
             weight.copy_(solution.weight)

@@ -32,10 +32,12 @@ def by_rows(keep, inputs, target):
     return solution
 
 
-def solve(weight, keep, inputs, dense_inputs=None, start=None, tolerance=1e-9, steps=2000):
+def solve(weight, keep, inputs, dense_inputs=None, start=None, tolerance=1e-9, steps=2000, damping=0.0):
     gram = inputs.double().T @ inputs.double()
     cross = None if dense_inputs is None else dense_inputs.double().T @ inputs.double()
-    return least_squares(weight, weight * keep if start is None else start, keep, gram, cross, tolerance, steps)
+    return least_squares(
+        weight, weight * keep if start is None else start, keep, gram, cross, damping, tolerance, steps
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -111,16 +113,31 @@ def test_more_steps_are_never_worse(steps):
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4"])
+@pytest.mark.parametrize("damping", [0.0, 1e-3])
 @pytest.mark.parametrize("seed", range(3))
-def test_never_worse_than_sparsegpts_own_update(plan_of, pattern, seed):
+def test_never_worse_than_sparsegpts_own_update(plan_of, pattern, seed, damping):
     weight, _, inputs = problem(rows=16, columns=32, tokens=300, seed=seed)
     stat = Hessian(32, "cpu")
     stat.update(inputs.unsqueeze(0))
     pruned = plan_of(["pruner=sparsegpt"]).pruner.prune(weight, stat, 0.5, Pattern.parse(pattern))
-    solution = least_squares(weight, pruned.weight, pruned.keep, stat.gram, None, 1e-6, 500)
+    solution = least_squares(weight, pruned.weight, pruned.keep, stat.gram, None, damping, 1e-6, 500)
     target = inputs.double() @ weight.double().T
     assert loss(solution.weight, inputs, target) < loss(pruned.weight, inputs, target)
     assert torch.equal(solution.weight != 0, pruned.keep)
+
+
+def test_damping_minimises_the_loss_and_the_pull():
+    weight, keep, inputs = problem()
+    start = torch.randn(weight.shape, generator=torch.Generator().manual_seed(4)) * keep
+    solution = solve(weight, keep, inputs, start=start, damping=0.1)
+    # The same problem with a row for each pull: sqrt(0.1) ||x_j|| (w_j - start_j).
+    pull = torch.diag(0.1**0.5 * inputs.double().norm(dim=0))
+    for row, kept in enumerate(keep):
+        rows = torch.cat([inputs.double(), pull])[:, kept]
+        target = torch.cat([inputs.double() @ weight[row].double(), pull @ start[row].double()])
+        exact = torch.linalg.lstsq(rows, target[:, None], driver="gelsd").solution[:, 0]
+        torch.testing.assert_close(solution.weight[row, kept].double(), exact, rtol=1e-4, atol=1e-5)
+    assert solution.loss < solution.start
 
 
 def test_the_moments_are_sums_over_tokens():

@@ -123,7 +123,9 @@ def _all_linears(model: nn.Module):
 def test_layer_wise_equals_a_solve_for_each_row(tiny_model, walked, tokens, target):
     dense, model = tiny_model(2), tiny_model(2)
     walked(
-        model, ["pruner=magnitude", "recon=lr", f"recon.target={target}", "recon.tolerance=1e-8"], {CALIB: tokens(9)}
+        model,
+        ["pruner=magnitude", "recon=lr", f"recon.target={target}", "recon.tolerance=1e-8", "recon.damping=0"],
+        {CALIB: tokens(9)},
     )
     hidden, kwargs = arguments(dense, tokens(9))
     first, second = decoder_blocks(dense)

@@ -132,6 +132,7 @@ class Reconstruction:
     patience: int | None
     heldout_evaluations: int
     checkpointing: bool
+    damping: float
     tolerance: float
     max_iterations: int
 
@@ -178,6 +179,7 @@ class Reconstruction:
             "waits for a better iterate, and recon.keep_best=none looks for none. Use recon.keep_best=calib.",
         )
         require(self.heldout_evaluations >= 0, "heldout_evaluations", "must not be negative.")
+        require(0 <= self.damping < math.inf, "damping", "is a fraction of the Gram matrix' diagonal, at least 0.")
         require(0 < self.tolerance < 1, "tolerance", "is a fraction of the right-hand side's norm, in (0, 1).")
         require(self.max_iterations >= 1, "max_iterations", "must be at least 1.")
 
