@@ -2,8 +2,9 @@
 
 Row by row, w minimises ||X w - y||^2 over its kept entries, where X is what the linear sees and y what it should give.
 A pull toward the weights that came in keeps directions that the text hardly shows from running away: in sums in float32
-a few massive activations drown them. Only G = X^T X and, where the target comes from other inputs, C = X_dense^T X enter,
-so that the number of tokens does not matter. All rows are solved at once by conjugate gradients on the kept entries.
+a few massive activations drown them. Only G = X^T X and, where the target comes from other inputs, C = X_dense^T X
+enter, so that the number of tokens does not matter. All rows are solved at once by conjugate gradients on the kept
+entries.
 
 Source: SparseGPT (Frantar and Alistarh, arXiv:2301.00774, section 3.1) states the problem and approximates it, since
 one inverse a row is dear. With a dense target it is that of GPTAQ (arXiv:2504.02692), here for masks, not for rounding.
