@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
+from markupsafe import escape
 
 from reprune.errors import CorpusError
 from reprune.pipeline import run
@@ -98,8 +100,10 @@ def test_blocks(finished):
 
 def test_the_draws_are_written_down(finished):
     drawn = json.loads((finished[1] / "calib.json").read_text())
-    assert drawn.keys() == {"calib", "heldout", "eval"}
-    calib, heldout, test = drawn["calib"], drawn["heldout"]["local"], drawn["eval"]["ppl"]["local"]
+    assert drawn.keys() == {"calib", "heldout", "eval", "left_out"}
+    (calib,) = drawn["calib"]
+    assert calib["use"] == ["mask", "recon"]
+    heldout, test = drawn["heldout"]["local"], drawn["eval"]["ppl"]["local"]
     assert [item["split"] for item in (calib, heldout, test)] == ["calib", "heldout", "test"]
     assert [item["count"] for item in (calib, heldout, test)] == [6, 2, 3]
     used = [{piece["document"] for row in item["sequences"] for piece in row} for item in (calib, heldout, test)]
@@ -271,3 +275,75 @@ def test_the_main_job_on_the_real_model(tmp_path):
         assert rows["gp"][f"ppl/{corpus}"] < rows["none"][f"ppl/{corpus}"]
         assert rows["gp"][f"error/{corpus}/29"] < rows["none"][f"error/{corpus}/29"]
     assert rows["gp"]["sparsity"] == pytest.approx(0.5, abs=1e-4)
+
+
+GENERATED = [
+    "calib.base={local:{paths:text.txt}}",
+    "calib.generated_count=2",
+    "calib.max_length=40",
+    "calib.min_length=4",
+]
+FREE = ["calib.start_languages=null", "calib.languages=null"]
+SELFGEN = [
+    "model=tiny",
+    "calib=selfgen",
+    "heldout=[{local:{paths:text.txt}}]",
+    *SMALL,
+    *GENERATED,
+    "calib.min_length=4",
+]
+
+
+@pytest.fixture(scope="session")
+def twice(run_at, here):
+    """Two runs at once that need the same text of the model."""
+    with ThreadPoolExecutor(2) as pool:
+        pair = list(pool.map(lambda name: run_at(here, *SELFGEN, *FREE, f"hydra.run.dir={name}"), ("self0", "self1")))
+    assert [done.returncode for done in pair] == [0, 0], pair
+    return pair, [here / "self0", here / "self1"]
+
+
+def test_generated_text_is_used_and_shown(twice):
+    (done, _), (path, _) = twice
+    assert "6 local + 2 selfgen that the model writes first for recon only" in done.stdout
+    local, generated = json.loads((path / "calib.json").read_text())["calib"]
+    assert (local["use"], local["count"]) == (["mask", "recon"], 6)
+    assert (generated["use"], generated["count"], generated["corpus"]) == (["recon"], 2, "selfgen")
+    told = generated["generated"]
+    assert generated["revision"] == f"generated:{told['key']}"
+    metrics = json.loads((path / "metrics.json").read_text())
+    assert metrics["generated/accept_rate"] == told["accept_rate"]
+    assert metrics["generated/tokens"] == told["tokens"] >= 128
+    page = (path / "report.html").read_text()
+    for sample in told["samples"]:
+        assert escape(sample.splitlines()[0].strip()) in page
+
+
+def test_two_runs_at_once_generate_once(twice):
+    pair, paths = twice
+    assert sorted("from the cache" in done.stdout for done in pair) == [False, True]
+    one, two = (json.loads((path / "calib.json").read_text()) for path in paths)
+    assert one == two
+
+
+def test_text_in_no_language(run_at, here):
+    done = run_at(here, *SELFGEN, "calib.tries=2", "hydra.run.dir=babble")
+    assert done.returncode == 1
+    assert "language of the start. Try calib.start_languages=null" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (here / "babble" / "metrics.json").exists()
+
+
+def test_a_dry_run_says_that_text_will_be_written(run_at, here):
+    done = run_at(here, *SELFGEN, "dry_run=true", "hydra.run.dir=drier")
+    assert done.returncode == 0, done.stderr
+    assert "selfgen that the model writes first" in done.stdout
+
+
+def test_the_draws_preset_is_a_sweep(run_at, here):
+    done = run_at(here, *LOCAL, "experiment=draws", "calib.draw=0,1", "hydra.sweep.dir=draws")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = [json.loads(path.read_text()) for path in (here / "draws").glob("*/calib.json")]
+    used = [{piece["document"] for row in cell["calib"][0]["sequences"] for piece in row} for cell in cells]
+    assert len(used) == 2
+    assert not used[0] & used[1]

@@ -13,6 +13,7 @@ from reprune.recon.adam import spread
 from reprune.recon.reconstruction import Inputs, KeepBest, Reconstruction, Target, Unit
 
 EFFICIENCY = 0.75  # share of the matrix peak that whole blocks reach, measured on two CPUs
+WRITING = 0.15  # the same for text that the model writes token by token, 32 at once
 OVERHEAD = 250 * 2**20  # bytes for text, tokenizer, plots, and freed memory that the allocator keeps; measured
 SEARCH = 1.5  # SparseGPT-like work on statistics, as a multiple of their matrix products
 
@@ -143,20 +144,24 @@ def estimate(plan: Plan, skeleton: Any, device: torch.device) -> Cost:
     narrow = next(blocks[0].parameters()).dtype != torch.float32
     statistics = plan.pruner.statistic is not None
     units = {Unit.block: 1, Unit.submodule: 2, Unit.linear: len(shapes)}[plan.recon.unit]
-    forwards = count_forwards(plan.recon, statistics, narrow, depth, plan.count, heldout, units=units)
+    count, choose, learn = sum(part.count for part in plan.parts), size_of(plan.mask_rows), size_of(plan.recon_rows)
+    forwards = count_forwards(plan.recon, statistics, narrow, depth, count, heldout, choose, learn, units=units)
     recon = plan.recon
     spans = [len(window.blocks) for window in recon.windows(depth)]
-    trained = recon.num_steps(plan.count) * recon.batch_size * sum(spans) * units if recon.trains else 0
+    trained = recon.num_steps(learn) * recon.batch_size * sum(spans) * units if recon.trains else 0
 
     per_token = 2 * weights + 2 * plan.seq_len * hidden  # causal attention: half of 2 products of seq_len x hidden
-    grams = 2 * sum(columns**2 for columns in {columns for _, columns in shapes}) * plan.count * plan.seq_len
+    grams = 2 * sum(columns**2 for columns in {columns for _, columns in shapes}) * choose * plan.seq_len
     flops = (forwards + 3 * trained) * plan.seq_len * per_token + SEARCH * grams * depth * statistics
     for item in plan.evals.values():
         scored = len(item.corpora) * item.windows * item.seq_len
         flops += scored * (2 * depth * (2 * weights + 2 * item.seq_len * hidden) + 3 * 2 * vocabulary * hidden)
 
+    written = sum(part.count for part in plan.parts if hasattr(plan.corpora[part.corpus], "write")) * plan.seq_len
+    flops += written * 2 * (depth * weights + vocabulary * hidden) * EFFICIENCY / WRITING
+
     bytes_each = 4 if plan.stream_dtype == "float32" else 2
-    stream = (plan.count + heldout) * plan.seq_len * hidden * bytes_each
+    stream = (count + heldout) * plan.seq_len * hidden * bytes_each
     block_bytes = sum(param.numel() for param in blocks[0].parameters()) * 4
     at_once = plan.batch_size * plan.seq_len * 4  # of one number for every token of a forward pass
     widest = max(rows for rows, _ in shapes)
@@ -179,6 +184,11 @@ def estimate(plan: Plan, skeleton: Any, device: torch.device) -> Cost:
     so_far = peak_memory_bytes(device) + (OVERHEAD if device.type == "cpu" else 0)
     peak = so_far + weights_bytes + max(walk, evaluation)
     return Cost(forwards, trained, int(peak), flops / (EFFICIENCY * matrix_rate(device)))
+
+
+def size_of(rows: slice) -> int:
+    """Return the number of rows of a slice with both ends."""
+    return int(rows.stop - rows.start)
 
 
 def matrix_rate(device: torch.device) -> float:

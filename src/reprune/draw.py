@@ -50,6 +50,7 @@ class Draw:
         seed: of the draw.
         bos: whether each sequence starts with BOS.
         pack: whether short documents were joined.
+        texts: of the documents that were used, whole, by id.
         documents_available: documents in the split, less those that were excluded.
     """
 
@@ -61,6 +62,7 @@ class Draw:
     seed: int
     bos: bool
     pack: bool
+    texts: dict[str, str]
     documents_available: int
 
     @property
@@ -71,7 +73,7 @@ class Draw:
     @property
     def documents(self) -> frozenset[str]:
         """Ids of the documents that were used."""
-        return frozenset(piece.document for sequence in self.pieces for piece in sequence)
+        return frozenset(self.texts)
 
 
 def split_of(document_id: str, among: Collection[Split] = tuple(Split)) -> Split:
@@ -82,7 +84,7 @@ def split_of(document_id: str, among: Collection[Split] = tuple(Split)) -> Split
         among: the splits that share these documents, at least one, in proportion if they are not all.
     """
     splits = [split for split in Split if split in among]
-    place = _hashed(document_id) / 2**64 * sum(SHARES[split] for split in splits)
+    place = hashed(document_id) / 2**64 * sum(SHARES[split] for split in splits)
     for split in splits[:-1]:
         if place < SHARES[split]:
             return split
@@ -143,9 +145,10 @@ def draw(
         raise CorpusError(f"corpus {name}: {error}") from error
     salt = f"{seed}/{name}/{split.value}"
     filler = _Filler(count, body, joint, salt)
-    filler.fill(_tokenised(sorted(texts, key=lambda id: (_hashed(salt, "order", id), id)), texts, tokenizer))
+    filler.fill(_tokenised(sorted(texts, key=lambda id: (hashed(salt, "order", id), id)), texts, tokenizer))
     if len(filler.done) < count:
         raise CorpusError(_too_little(filler, name, split, count, seq_len, key, total, len(texts)))
+    used = {piece.document for _, pieces in filler.done for piece in pieces}
     return Draw(
         tokens=torch.tensor([start + tokens for tokens, _ in filler.done], dtype=torch.int64),
         pieces=[pieces for _, pieces in filler.done],
@@ -155,6 +158,7 @@ def draw(
         seed=seed,
         bos=bos,
         pack=corpus.pack,
+        texts={id: text for id, text in texts.items() if id in used},
         documents_available=len(texts),
     )
 
@@ -234,7 +238,7 @@ class _Filler:
         spare = len(first.tokens) - length
         # Only the first piece of a document is placed at random: later ones lie close, so that little is wasted.
         random = scatter and not self.tokens
-        start = _hashed(self.salt, "place", first.document) % (spare + 1) if random else 0
+        start = hashed(self.salt, "place", first.document) % (spare + 1) if random else 0
         self._append(first.cut(start, start + length))
         return [first.cut(0, start), first.cut(start + length, len(first.tokens)), *rest]
 
@@ -270,7 +274,7 @@ def _special(tokenizer: Any, which: str, remedy: str) -> int:
     return token
 
 
-def _hashed(*parts: str) -> int:
+def hashed(*parts: str) -> int:
     """Return 64 bits that depend on every part and on where one ends and the next begins."""
     text = "".join(f"{len(part)}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

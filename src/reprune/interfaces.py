@@ -6,7 +6,7 @@ Nothing inherits from these. A class that has the members fits; mypy checks that
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -46,6 +46,35 @@ class Corpus(Protocol):
 
     def revision(self) -> str:
         """Say which version of the text this is: a pinned package, a hub revision, or a hash of the files."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The dense model as an author of text.
+
+    Attributes:
+        model: causal language model in evaluation mode, on the CPU.
+        tokenizer: its tokenizer.
+        bos: whether sequences start with BOS.
+        device: where it computes.
+        seed: of the run.
+    """
+
+    model: Any
+    tokenizer: Any
+    bos: bool
+    device: Any
+    seed: int
+
+
+@runtime_checkable
+class Generated(Protocol):
+    """Settings for text that the dense model writes; what it wrote is a corpus."""
+
+    base: str
+
+    def write(self, writer: Writer, base: Corpus, split: Any, count: int, seq_len: int, draw: int) -> Any:
+        """Return a corpus with documents of one split, enough for `count` sequences of `seq_len` tokens."""
 
 
 class Allocation(Protocol):

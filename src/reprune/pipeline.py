@@ -11,14 +11,17 @@ from torch import Tensor
 
 from reprune import plots, report
 from reprune.config import Plan
+from reprune.corpora import Texts, draw_texts
 from reprune.cost import estimate
 from reprune.devices import peak_memory_bytes, pick_device
-from reprune.draw import Draw, Split, draw, manifest
+from reprune.draw import Draw
 from reprune.errors import RepruneError
+from reprune.interfaces import Generated, Writer
 from reprune.model.pretrained import use_bos
+from reprune.parts import Part, Use
 from reprune.rundir import RunDir, environment
 from reprune.terminal import block_header, block_line, duration, log, logging_to, progress, size, summary
-from reprune.walk import CALIB, BlockRecord, Walk, sparsity
+from reprune.walk import BlockRecord, Walk, sparsity
 
 
 def run(plan: Plan, path: Path) -> dict[str, float]:
@@ -52,15 +55,14 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
         model, tokenizer = plan.model.load()
 
         at("while drawing text")
-        bos = use_bos(plan.model.bos, tokenizer)
-        draws, tests = draw_corpora(plan, tokenizer, bos)
-        rundir.write_json("calib.json", _manifests(draws, tests))
+        texts = draw_texts(plan, Writer(model, tokenizer, use_bos(plan.model.bos, tokenizer), device, plan.seed))
+        rundir.write_json("calib.json", texts.manifest())
+        corpora, tests = texts.streams, texts.tests
 
         at("while evaluating the dense model")
         dense = {name: _dense(item, model.to(device), tests[name], name) for name, item in plan.evals.items()}
-        metrics = {key: value for item in dense.values() for key, value in item.metrics.items()}
+        metrics = texts.metrics() | {key: value for item in dense.values() for key, value in item.metrics.items()}
 
-        corpora = {name: drawn.tokens for name, drawn in draws.items()}
         log.info(block_header(list(corpora), plan.recon.changes))
         records = []
         at("while entering the first block")
@@ -75,6 +77,8 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
             stream_device=torch.device(plan.stream_device),
             stream_dtype=getattr(torch, plan.stream_dtype),
             seed=plan.seed,
+            mask_rows=plan.mask_rows,
+            recon_rows=plan.recon_rows,
         )
         started = time.perf_counter()
         at("in block 0")
@@ -95,28 +99,8 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
         metrics |= {"seconds": time.perf_counter() - begin, "peak_memory_bytes": peak_memory_bytes(device)}
         report.write(rundir, metrics)
         rundir.write_json("metrics.json", metrics)
-        _say_summary(plan, rundir, metrics)
+        _say_summary(plan, rundir, metrics, texts)
     return metrics
-
-
-def draw_corpora(plan: Plan, tokenizer: Any, bos: bool) -> tuple[dict[str, Draw], dict[str, dict[str, Draw]]]:
-    """Draw every sequence of a run: calibration and held-out, and for each evaluation its test windows.
-
-    Returns:
-        stream name -> draw (`calib`, then the held-out corpora), and evaluation -> corpus -> draw.
-    """
-
-    def take(name: str, split: Split, count: int, seq_len: int, key: str) -> Draw:
-        return draw(plan.corpora[name], split, tokenizer, count, seq_len, plan.seed, bos, name=name, key=key)
-
-    draws = {CALIB: take(plan.calib, Split.calib, plan.count, plan.seq_len, "calib")}
-    for name in plan.heldout:
-        draws[name] = take(name, Split.heldout, plan.heldout_count, plan.seq_len, f"heldout {name}")
-    tests = {
-        key: {name: take(name, Split.test, item.windows, item.seq_len, f"eval.{key}") for name in item.corpora}
-        for key, item in plan.evals.items()
-    }
-    return draws, tests
 
 
 def _dense(item: Any, model: Any, tests: dict[str, Draw], name: str) -> Any:
@@ -133,14 +117,6 @@ def _pruned(item: Any, model: Any, tests: dict[str, Draw], dense: Any, name: str
 
 def _batches(item: Any, tokens: dict[str, Tensor]) -> int:
     return sum(-(-len(windows) // item.batch_size) for windows in tokens.values())
-
-
-def _manifests(draws: dict[str, Draw], tests: dict[str, dict[str, Draw]]) -> dict[str, Any]:
-    return {
-        "calib": manifest(draws[CALIB]),
-        "heldout": {name: manifest(drawn) for name, drawn in draws.items() if name != CALIB},
-        "eval": {key: {name: manifest(drawn) for name, drawn in items.items()} for key, items in tests.items()},
-    }
 
 
 def _block_metrics(records: list[BlockRecord], seconds: float) -> dict[str, float]:
@@ -162,13 +138,19 @@ def _say_plan(plan: Plan, device: torch.device) -> None:
     log.info(
         f"sparsity  {sparsity.allocate(1)[0]:g} {sparsity.resolved_pattern()}, pruner {type(plan.pruner).__name__}"
     )
-    log.info(
-        f"text      {plan.calib}: {plan.count} x {plan.seq_len} tokens; held out: {', '.join(plan.heldout) or 'none'}"
-    )
+    parts = " + ".join(_describe(plan, part) for part in plan.parts)
+    log.info(f"text      {parts}, {plan.seq_len} tokens each; held out: {', '.join(plan.heldout) or 'none'}")
     log.info(
         f"plan      {cost.forwards} block forwards and {cost.trained} training passes (in sequences), "
         f"about {size(cost.peak_bytes)} of memory and {duration(cost.seconds)}"
     )
+
+
+def _describe(plan: Plan, part: Part) -> str:
+    """Say in a few words where a part of calibration comes from and what it is for."""
+    use = "" if len(part.use) == len(Use) else f" for {' '.join(use.value for use in part.use)} only"
+    by_model = " that the model writes first" if isinstance(plan.corpora[part.corpus], Generated) else ""
+    return f"{part.count} {part.corpus}{by_model}{use}"
 
 
 def _warn(plan: Plan, record: BlockRecord) -> None:
@@ -187,7 +169,7 @@ def _warn(plan: Plan, record: BlockRecord) -> None:
             log.warning(f"block {record.block} ({fit.unit}): {what}kept step {fit.best_step} of {fit.steps}")
 
 
-def _say_summary(plan: Plan, rundir: RunDir, metrics: dict[str, float]) -> None:
+def _say_summary(plan: Plan, rundir: RunDir, metrics: dict[str, float], texts: Texts) -> None:
     for item in plan.evals.values():
         log.info("")
         log.info(summary(metrics, item.corpora))
@@ -197,6 +179,8 @@ def _say_summary(plan: Plan, rundir: RunDir, metrics: dict[str, float]) -> None:
         f"{duration(metrics['walk_seconds'])}, whole run {duration(metrics['seconds'])}, peak memory "
         f"{size(metrics['peak_memory_bytes'])}."
     )
+    for note in texts.notes():
+        log.warning(f"Note: {note}")
     log.info(f"Results: {rundir.path} (report.html shows them)")
 
 

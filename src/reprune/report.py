@@ -20,10 +20,12 @@ def write(rundir: RunDir, metrics: dict[str, float]) -> None:
         (path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode())
         for path in sorted((rundir.path / "plots").glob("*.png"))
     ]
+    manifests = rundir.read_json("calib.json")
     page = environment.get_template("report.html.jinja").render(
         config=rundir.read_config(),
         environment=rundir.read_json("environment.json"),
-        draws=_draws(rundir.read_json("calib.json")),
+        draws=_draws(manifests),
+        generated=[part["generated"] for part in manifests["calib"] if "generated" in part],
         blocks=rundir.read_blocks(),
         metrics=metrics,
         corpora=[key.partition("/")[2] for key in metrics if key.startswith("ppl/")],
@@ -34,6 +36,6 @@ def write(rundir: RunDir, metrics: dict[str, float]) -> None:
 
 def _draws(manifests: dict[str, Any]) -> list[dict[str, Any]]:
     """List every draw of calib.json with what it was used for."""
-    rows = [{"use": "calibration", **manifests["calib"]}]
+    rows = [{**part, "use": f"calibration: {', '.join(part['use'])}"} for part in manifests["calib"]]
     rows += [{"use": "held out", **drawn} for drawn in manifests["heldout"].values()]
     return rows + [{"use": key, **drawn} for key, items in manifests["eval"].items() for drawn in items.values()]

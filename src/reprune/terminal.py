@@ -50,13 +50,16 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar while something long goes on; yields what to call after each step. Silent when not on a terminal."""
+def progress(label: str, total: int) -> Iterator[Callable[..., None]]:
+    """Show a bar while something long goes on; yields what to call after each step, with the number of steps if not 1.
+
+    Silent when not on a terminal.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda steps=1: bar.advance(task, steps)
 
 
 def block_header(corpora: list[str], changes: bool) -> str:
