@@ -15,9 +15,10 @@ from reprune.cost import estimate
 from reprune.devices import peak_memory_bytes, pick_device
 from reprune.draw import Draw, Split, draw, manifest
 from reprune.errors import RepruneError
+from reprune.evaluation import Subject, as_dense, measure_dense, measure_pruned, model_id, write_results
 from reprune.model.pretrained import use_bos
 from reprune.rundir import RunDir, environment
-from reprune.terminal import block_header, block_line, duration, log, logging_to, progress, size, summary
+from reprune.terminal import block_header, block_line, duration, log, logging_to, size
 from reprune.walk import CALIB, BlockRecord, Walk, sparsity
 
 
@@ -44,6 +45,8 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
 
         at("while reading the model's config")
         plan.check_length()
+        for item in plan.evals.values():
+            item.check()
         _say_plan(plan, device)
         if plan.dry_run:
             return {}
@@ -57,8 +60,10 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
         rundir.write_json("calib.json", _manifests(draws, tests))
 
         at("while evaluating the dense model")
-        dense = {name: _dense(item, model.to(device), tests[name], name) for name, item in plan.evals.items()}
-        metrics = {key: value for item in dense.values() for key, value in item.metrics.items()}
+        same = model_id(plan.evals, model, tokenizer)
+        subjects = {name: Subject(model.to(device), tokenizer, _tokens(tests[name])) for name in plan.evals}
+        dense = {name: measure_dense(name, item, subjects[name], same) for name, item in plan.evals.items()}
+        metrics = {key: value for item in dense.values() for key, value in as_dense(item.metrics).items()}
 
         corpora = {name: drawn.tokens for name, drawn in draws.items()}
         log.info(block_header(list(corpora), plan.recon.changes))
@@ -87,8 +92,10 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
         metrics |= _block_metrics(records, time.perf_counter() - started)
 
         at("while evaluating the pruned model")
-        for name, item in plan.evals.items():
-            metrics |= _pruned(item, model.to(device), tests[name], dense[name], name)
+        model.to(device)
+        pruned = {name: measure_pruned(name, item, subjects[name], dense[name]) for name, item in plan.evals.items()}
+        metrics |= {key: value for item in pruned.values() for key, value in item.metrics.items()}
+        write_results(rundir, {name: {"dense": dense[name], "pruned": pruned[name]} for name in plan.evals})
 
         at("while writing plots and report")
         plots.draw_all(rundir)
@@ -119,20 +126,8 @@ def draw_corpora(plan: Plan, tokenizer: Any, bos: bool) -> tuple[dict[str, Draw]
     return draws, tests
 
 
-def _dense(item: Any, model: Any, tests: dict[str, Draw], name: str) -> Any:
-    tokens = {corpus: drawn.tokens for corpus, drawn in tests.items()}
-    with progress(f"dense model, {name}", _batches(item, tokens)) as tick:
-        return item.dense(model, tokens, tick)
-
-
-def _pruned(item: Any, model: Any, tests: dict[str, Draw], dense: Any, name: str) -> dict[str, float]:
-    tokens = {corpus: drawn.tokens for corpus, drawn in tests.items()}
-    with progress(f"pruned model, {name}", _batches(item, tokens)) as tick:
-        return item.pruned(model, tokens, dense, tick)
-
-
-def _batches(item: Any, tokens: dict[str, Tensor]) -> int:
-    return sum(-(-len(windows) // item.batch_size) for windows in tokens.values())
+def _tokens(tests: dict[str, Draw]) -> dict[str, Tensor]:
+    return {corpus: drawn.tokens for corpus, drawn in tests.items()}
 
 
 def _manifests(draws: dict[str, Draw], tests: dict[str, dict[str, Draw]]) -> dict[str, Any]:
@@ -190,7 +185,7 @@ def _warn(plan: Plan, record: BlockRecord) -> None:
 def _say_summary(plan: Plan, rundir: RunDir, metrics: dict[str, float]) -> None:
     for item in plan.evals.values():
         log.info("")
-        log.info(summary(metrics, item.corpora))
+        log.info(item.table(metrics))
     log.info("")
     log.info(
         f"{metrics['sparsity']:.1%} of the weights of the blocks' linears are zero. Walk "
