@@ -68,9 +68,9 @@ class Perplexity:
         for corpus, windows in subject.tokens.items():
             losses, states = [], []
             for batch in windows.split(self.batch_size):
-                logits, hidden = _forward(subject.model, batch)
+                logits, hidden = forward(subject.model, batch)
                 states.append(hidden.cpu())
-                losses += [_compare(row, target).mean(0) for row, target in zip(logits, batch, strict=True)]
+                losses += [compare(row, target).mean(0) for row, target in zip(logits, batch, strict=True)]
                 del logits  # before the next batch makes its own: nothing else takes as much memory
                 tick()
             state[corpus] = torch.cat(states)
@@ -100,23 +100,23 @@ class Perplexity:
             for batch, hidden in zip(
                 windows.split(self.batch_size), dense.state[corpus].split(self.batch_size), strict=True
             ):
-                logits, _ = _forward(subject.model, batch, beside=hidden)
+                logits, _ = forward(subject.model, batch, beside=hidden)
                 both = logits.chunk(2)
-                rows += [_compare(*pair) for pair in zip(both[0], batch, both[1], strict=True)]
+                rows += [compare(*pair) for pair in zip(both[0], batch, both[1], strict=True)]
                 del logits, both
                 tick()
             each = torch.stack(rows)  # (windows, seq_len - 1, 4)
             loss, kl, agreement, _ = each.mean(1).T
             metrics |= _perplexity(corpus, loss, windows, subject.tokenizer)
             metrics[f"kl/{corpus}"] = kl.mean().item()
-            metrics[f"kl_stderr/{corpus}"] = _stderr(kl)
+            metrics[f"kl_stderr/{corpus}"] = stderr(kl)
             metrics[f"agreement/{corpus}"] = agreement.mean().item()
             metrics |= _by_parts(corpus, each)
         return Measured(metrics)
 
 
 @torch.no_grad()
-def _forward(model: Any, batch: Tensor, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(model: Any, batch: Tensor, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return logits and the states in front of the output head; `beside` are other states to send through it too.
 
     They join the batch at the head, so whatever the family does to logits (a cap, a scale) is done to both.
@@ -135,7 +135,7 @@ def _forward(model: Any, batch: Tensor, beside: Tensor | None = None) -> tuple[T
     return logits, seen[0]
 
 
-def _compare(logits: Tensor, tokens: Tensor, dense: Tensor | None = None) -> Tensor:
+def compare(logits: Tensor, tokens: Tensor, dense: Tensor | None = None) -> Tensor:
     """Return (seq_len - 1, 4) float64: loss, KL to the dense logits, agreement with them and the dense entropy.
 
     Each for every scored token, in nats. Without dense logits there is the loss alone, (seq_len - 1, 1). Softmax in
@@ -161,17 +161,22 @@ def _perplexity(corpus: str, losses: Tensor, windows: Tensor, tokenizer: Any) ->
     """Return perplexity, its standard error (delta method) and bits per byte from the mean loss of each window."""
     ppl = math.exp(min(losses.mean().item(), 700.0))  # a loss beyond that has no float; it is absurd as it stands
     scored = windows.numel() - len(windows)
-    # A character that the edge of a window cuts counts as the replacement character that decoding puts there.
-    texts = tokenizer.batch_decode(
-        windows[:, 1:].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    num_bytes = max(sum(len(text.encode(errors="replace")) for text in texts), 1)
+    num_bytes = spelled_bytes(windows[:, 1:], tokenizer)
     return {
         f"ppl/{corpus}": ppl,
-        f"ppl_stderr/{corpus}": ppl * _stderr(losses),
+        f"ppl_stderr/{corpus}": ppl * stderr(losses),
         f"bits_per_byte/{corpus}": losses.mean().item() * scored / math.log(2) / num_bytes,
         f"tokens/{corpus}": scored,
     }
+
+
+def spelled_bytes(tokens: Tensor, tokenizer: Any) -> int:
+    """Count the UTF-8 bytes of the text that rows of tokens spell, special tokens left out; at least 1.
+
+    A character that the edge of a row cuts counts as the replacement character that decoding puts there.
+    """
+    texts = tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return max(sum(len(text.encode(errors="replace")) for text in texts), 1)
 
 
 def _by_parts(corpus: str, each: Tensor) -> dict[str, float]:
@@ -189,6 +194,6 @@ def _by_parts(corpus: str, each: Tensor) -> dict[str, float]:
     return metrics
 
 
-def _stderr(values: Tensor) -> float:
+def stderr(values: Tensor) -> float:
     """Standard error of the mean over windows; 0 for a single one."""
     return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else 0.0
