@@ -65,7 +65,7 @@ def evaluate(plan: Plan, path: Path) -> dict[str, float]:
             drawn[name] = {
                 corpus: draw(
                     plan.corpora[corpus], Split.test, tokenizer, item.windows, item.seq_len, plan.seed, bos,
-                    key=f"eval.{name}",
+                    name=corpus, key=f"eval.{name}",
                 )
                 for corpus in item.corpora
             }  # fmt: skip
