@@ -72,7 +72,10 @@ def test_a_run_leaves_a_complete_directory(finished):
 
 def test_metrics(finished):
     metrics = json.loads((finished[1] / "metrics.json").read_text())
-    evaluated = {"ppl_dense", "ppl_dense_stderr", "ppl", "ppl_stderr", "kl", "kl_stderr", "agreement", "tokens"}
+    alone = {"ppl_dense", "ppl_dense_stderr", "bits_per_byte_dense", "tokens_dense"}
+    evaluated = alone | {"ppl", "ppl_stderr", "bits_per_byte", "tokens", "kl", "kl_stderr", "agreement"}
+    by_part = ("kl_by_position", "agreement_by_position", "kl_by_entropy", "agreement_by_entropy", "entropy_dense")
+    rest_by_part = {f"{name}/local/{part}" for name in by_part for part in (1, 2, 3, 4)}
     errors = {
         f"{kind}/{corpus}/{block}"
         for kind in ("error", "mse", "mse_typical", "token_share")
@@ -80,7 +83,7 @@ def test_metrics(finished):
         for block in (0, 1)
     }
     rest = {"sparsity", "walk_seconds", "seconds", "peak_memory_bytes"}
-    assert metrics.keys() == {f"{name}/local" for name in evaluated} | errors | rest
+    assert metrics.keys() == {f"{name}/local" for name in evaluated} | rest_by_part | errors | rest
     assert metrics["sparsity"] == pytest.approx(0.5, abs=0.01)
     assert metrics["tokens/local"] == 3 * 63
     assert all(isinstance(value, int | float) for value in metrics.values())

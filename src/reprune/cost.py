@@ -153,7 +153,7 @@ def estimate(plan: Plan, skeleton: Any, device: torch.device) -> Cost:
     per_token = 2 * weights + 2 * plan.seq_len * hidden  # causal attention: half of 2 products of seq_len x hidden
     grams = 2 * sum(columns**2 for columns in {columns for _, columns in shapes}) * choose * plan.seq_len
     flops = (forwards + 3 * trained) * plan.seq_len * per_token + SEARCH * grams * depth * statistics
-    for item in plan.evals.values():
+    for item in plan.evals.values():  # what needs no corpus, such as zeroshot, is left out: nobody knows its items yet
         scored = len(item.corpora) * item.windows * item.seq_len
         flops += scored * (2 * depth * (2 * weights + 2 * item.seq_len * hidden) + 3 * 2 * vocabulary * hidden)
 
@@ -177,7 +177,7 @@ def estimate(plan: Plan, skeleton: Any, device: torch.device) -> Cost:
     evaluation = max(
         # Logits of the dense model beside those of the pruned one, and the dense states that they come from.
         (item.seq_len * (2 * vocabulary * item.batch_size + hidden * item.windows * len(item.corpora)) * 4
-         for item in plan.evals.values()),
+         for item in plan.evals.values() if item.corpora),
         default=0,
     )  # fmt: skip
     weights_bytes = sum(param.numel() * param.element_size() for param in skeleton.parameters())

@@ -16,11 +16,12 @@ from reprune.cost import estimate
 from reprune.devices import peak_memory_bytes, pick_device
 from reprune.draw import Draw
 from reprune.errors import RepruneError
+from reprune.evaluation import Subject, as_dense, measure_dense, measure_pruned, model_id, write_results
 from reprune.interfaces import Generated, Writer
 from reprune.model.pretrained import use_bos
 from reprune.parts import Part, Use
 from reprune.rundir import RunDir, environment
-from reprune.terminal import block_header, block_line, duration, log, logging_to, progress, size, summary
+from reprune.terminal import block_header, block_line, duration, log, logging_to, size
 from reprune.walk import BlockRecord, Walk, sparsity
 
 
@@ -47,6 +48,8 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
 
         at("while reading the model's config")
         plan.check_length()
+        for item in plan.evals.values():
+            item.check()
         _say_plan(plan, device)
         if plan.dry_run:
             return {}
@@ -60,8 +63,10 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
         corpora, tests = texts.streams, texts.tests
 
         at("while evaluating the dense model")
-        dense = {name: _dense(item, model.to(device), tests[name], name) for name, item in plan.evals.items()}
-        metrics = texts.metrics() | {key: value for item in dense.values() for key, value in item.metrics.items()}
+        same = model_id(plan.evals, model, tokenizer)
+        subjects = {name: Subject(model.to(device), tokenizer, _tokens(tests[name])) for name in plan.evals}
+        dense = {name: measure_dense(name, item, subjects[name], same) for name, item in plan.evals.items()}
+        metrics = texts.metrics() | {k: v for item in dense.values() for k, v in as_dense(item.metrics).items()}
 
         log.info(block_header(list(corpora), plan.recon.changes))
         records = []
@@ -91,8 +96,10 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
         metrics |= _block_metrics(records, time.perf_counter() - started)
 
         at("while evaluating the pruned model")
-        for name, item in plan.evals.items():
-            metrics |= _pruned(item, model.to(device), tests[name], dense[name], name)
+        model.to(device)
+        pruned = {name: measure_pruned(name, item, subjects[name], dense[name]) for name, item in plan.evals.items()}
+        metrics |= {key: value for item in pruned.values() for key, value in item.metrics.items()}
+        write_results(rundir, {name: {"dense": dense[name], "pruned": pruned[name]} for name in plan.evals})
 
         at("while writing plots and report")
         plots.draw_all(rundir)
@@ -103,20 +110,8 @@ def run(plan: Plan, path: Path) -> dict[str, float]:
     return metrics
 
 
-def _dense(item: Any, model: Any, tests: dict[str, Draw], name: str) -> Any:
-    tokens = {corpus: drawn.tokens for corpus, drawn in tests.items()}
-    with progress(f"dense model, {name}", _batches(item, tokens)) as tick:
-        return item.dense(model, tokens, tick)
-
-
-def _pruned(item: Any, model: Any, tests: dict[str, Draw], dense: Any, name: str) -> dict[str, float]:
-    tokens = {corpus: drawn.tokens for corpus, drawn in tests.items()}
-    with progress(f"pruned model, {name}", _batches(item, tokens)) as tick:
-        return item.pruned(model, tokens, dense, tick)
-
-
-def _batches(item: Any, tokens: dict[str, Tensor]) -> int:
-    return sum(-(-len(windows) // item.batch_size) for windows in tokens.values())
+def _tokens(tests: dict[str, Draw]) -> dict[str, Tensor]:
+    return {corpus: drawn.tokens for corpus, drawn in tests.items()}
 
 
 def _block_metrics(records: list[BlockRecord], seconds: float) -> dict[str, float]:
@@ -172,7 +167,7 @@ def _warn(plan: Plan, record: BlockRecord) -> None:
 def _say_summary(plan: Plan, rundir: RunDir, metrics: dict[str, float], texts: Texts) -> None:
     for item in plan.evals.values():
         log.info("")
-        log.info(summary(metrics, item.corpora))
+        log.info(item.table(metrics))
     log.info("")
     log.info(
         f"{metrics['sparsity']:.1%} of the weights of the blocks' linears are zero. Walk "

@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -82,22 +83,30 @@ def block_line(record: BlockRecord, corpora: list[str], changes: bool) -> str:
 
 
 def summary(metrics: dict[str, float], corpora: list[str]) -> str:
-    """Lay out the final numbers as a table: dense against pruned, a row a corpus."""
-    table = Table(show_edge=False, pad_edge=False)
-    for title in ("test text", "dense ppl", "pruned ppl", "ratio", "KL(dense||pruned)", "same top-1"):
-        table.add_column(title, justify="left" if title == "test text" else "right")
+    """Lay out perplexity and divergence as a table: dense against pruned, a row a corpus."""
+    rows = []
     for name in corpora:
         dense, pruned = metrics[f"ppl_dense/{name}"], metrics[f"ppl/{name}"]
-        table.add_row(
+        rows.append([
             name,
             f"{dense:.2f} ± {metrics[f'ppl_dense_stderr/{name}']:.2f}",
             f"{pruned:.2f} ± {metrics[f'ppl_stderr/{name}']:.2f}",
             f"{pruned / dense:.3f}",
             f"{metrics[f'kl/{name}']:.3f} ± {metrics[f'kl_stderr/{name}']:.3f}",
             f"{metrics[f'agreement/{name}']:.1%}",
-        )
-    console = Console(file=StringIO(), width=100)
-    console.print(table)
+        ])  # fmt: skip
+    return table(["test text", "dense ppl", "pruned ppl", "ratio", "KL(dense||pruned)", "same top-1"], rows)
+
+
+def table(titles: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """Lay out rows under titles; the first `left` columns are words, the others numbers."""
+    grid = Table(show_edge=False, pad_edge=False)
+    for index, title in enumerate(titles):
+        grid.add_column(title, justify="left" if index < left else "right", no_wrap=True)
+    for row in rows:
+        grid.add_row(*map(escape, row))
+    console = Console(file=StringIO(), width=110)
+    console.print(grid)
     text = console.file
     assert isinstance(text, StringIO)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
