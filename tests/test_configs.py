@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from reprune.cli import guard, load_option
@@ -45,6 +47,33 @@ def test_resolved_settings_build_the_same_plan(plan_of, local):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         again = build_plan(OmegaConf.create(plan.resolved), lambda *_: pytest.fail("an option was looked up"))
     assert again == plan
+
+
+PRESETS = GROUPS["experiment"]
+
+
+def test_every_preset_has_its_page():
+    pages = {path.parent.name for path in (CONF.parent / "experiments").glob("*/README.md")}
+    assert set(PRESETS) == pages
+    assert len(PRESETS) >= 7
+    for name in PRESETS:
+        text = (CONF.parent / "experiments" / name / "README.md").read_text()
+        assert f"python run.py experiment={name}" in text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_cell_of_a_preset_builds(name):
+    preset = OmegaConf.load(CONF / "experiment" / f"{name}.yaml")
+    assert preset.study == name
+    params = preset.hydra.sweeper.params
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cells = BasicSweeper.split_arguments(
+            OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in params.items()]), None
+        )[0]
+        assert len(cells) >= 2
+        for cell in cells:
+            config = compose("config", overrides=[f"experiment={name}", *cell, "run_name=test"])
+            assert isinstance(build_plan(config, load_option), Plan)
 
 
 @pytest.mark.parametrize("name", GROUPS["calib"])

@@ -20,6 +20,9 @@ SAMPLES, SHOWN = 3, 600  # decoded sequences, and characters of each
 
 def main() -> None:
     """Compose the config that the command line gives, draw, and print."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
     if not (CONF / "config.yaml").is_file():
         raise ConfigError(f"{CONF}: there is no config.yaml. Start this from a checkout of the repository.")
     with initialize_config_dir(str(CONF), version_base="1.3"):
