@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ def texts_of(plan_of):
     """(overrides) -> the texts of a run on the local file."""
 
     def make(overrides=()):
-        plan = plan_of([*(SMALL if "eval=[]" not in overrides else SMALL[:3]), *overrides])
+        plan = plan_of([*(SMALL if not any(item.startswith("eval=") for item in overrides) else SMALL[:3]), *overrides])
         return draw_texts(plan, Writer(None, byte_tokenizer(), False, torch.device("cpu"), plan.seed))
 
     return make
@@ -85,3 +87,17 @@ def test_a_corpus_that_is_mostly_calibration_text_cannot_test(texts_of, copies):
 def test_the_same_corpus_for_calibration_and_test_is_said(texts_of):
     assert any("calibration and held-out text are both from local" in note for note in texts_of().notes())
     assert not any("both from" in note for note in texts_of(["heldout=[]", "eval=[]"]).notes())
+
+
+def test_calibration_text_in_a_published_protocol_is_reported(texts_of, text_file, tmp_path):
+    paragraphs = [text for text in text_file.read_text(encoding="utf-8").split("\n\n") if text.strip()]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*paragraphs, "short", "New. " * 100]))
+    texts = texts_of(["eval=[wikitext2]", f"eval.wikitext2.path={rows}", "eval.wikitext2.seq_len=64"])
+    some, every = texts.shared["eval.wikitext2"]
+    assert 0 < some < every == len(paragraphs) + 1  # those of other splits, and the new one, share nothing
+    assert any(note.startswith(f"eval.wikitext2: {some} of the {every} texts") for note in texts.notes())
+    assert texts.manifest()["shared"] == {"eval.wikitext2": (some, every)}
+    rows.write_text(json.dumps({"text": "New. " * 100}) + "\n")
+    apart = texts_of(["eval=[wikitext2]", f"eval.wikitext2.path={rows}", "eval.wikitext2.seq_len=64"])
+    assert apart.shared == {}

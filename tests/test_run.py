@@ -103,7 +103,7 @@ def test_blocks(finished):
 
 def test_the_draws_are_written_down(finished):
     drawn = json.loads((finished[1] / "calib.json").read_text())
-    assert drawn.keys() == {"calib", "heldout", "eval", "left_out"}
+    assert drawn.keys() == {"calib", "heldout", "eval", "left_out", "shared"}
     (calib,) = drawn["calib"]
     assert calib["use"] == ["mask", "recon"]
     heldout, test = drawn["heldout"]["local"], drawn["eval"]["ppl"]["local"]

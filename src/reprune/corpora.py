@@ -31,6 +31,7 @@ class Texts:
         tests: evaluation -> corpus -> draw of its test split.
         generated: corpus -> how the model wrote it, of those that it wrote for calibration.
         left_out: use -> documents left out of held-out or test text for what they share with calibration.
+        shared: evaluation -> (texts that share a run with calibration, texts), where there are any; they are scored.
     """
 
     calib: list[tuple[Part, Draw]]
@@ -38,6 +39,7 @@ class Texts:
     tests: dict[str, dict[str, Draw]]
     generated: dict[str, dict[str, Any]]
     left_out: dict[str, int]
+    shared: dict[str, tuple[int, int]]
 
     @property
     def streams(self) -> dict[str, Tensor]:
@@ -60,6 +62,7 @@ class Texts:
                 key: {name: manifest(drawn) for name, drawn in items.items()} for key, items in self.tests.items()
             },
             "left_out": self.left_out,
+            "shared": self.shared,
         }
 
     def metrics(self) -> dict[str, float]:
@@ -78,6 +81,11 @@ class Texts:
             f"calibration and held-out text are both from {name}, though from other documents: its numbers look better "
             f"than those on text from elsewhere."
             for name in same
+        ]
+        notes += [
+            f"{use}: {some} of the {every} texts that it scores share {RUN} letters or more in a row with calibration: "
+            f"it looks better than it is."
+            for use, (some, every) in self.shared.items()
         ]
         return notes + [
             f"{use}: left out {number} of its documents, which share {RUN} letters or more in a row with calibration."
@@ -143,7 +151,13 @@ def draw_texts(plan: Plan, writer: Writer) -> Texts:
         key: {name: apart(name, Split.test, item.windows, item.seq_len, f"eval.{key}") for name in item.corpora}
         for key, item in plan.evals.items()
     }
-    return Texts(calib, heldout, tests, generated, left_out)
+    shared = {}
+    for key, item in plan.evals.items():
+        # A short text, such as a heading, may stand anywhere.
+        scored = {id: text for id, text in item.texts().items() if len(text) >= RUN}
+        if found := runs.sharing(scored):
+            shared[f"eval.{key}"] = len(found), len(scored)
+    return Texts(calib, heldout, tests, generated, left_out, shared)
 
 
 def _draw_calib(plan: Plan, corpus: Any, take: Any) -> list[tuple[Part, Draw]]:

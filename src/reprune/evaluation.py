@@ -72,6 +72,9 @@ class Evaluation(Protocol):
     def check(self) -> None:
         """Refuse what can be known to fail, before weights are loaded."""
 
+    def texts(self) -> dict[str, str]:
+        """Return by id the texts that it scores beside windows of corpora, to look for calibration text in them."""
+
     def identity(self) -> dict[str, Any] | None:
         """Return what the results depend on beside settings, text, model and versions; None: never cache them."""
 

@@ -37,6 +37,10 @@ class Perplexity:
     def check(self) -> None:
         """Nothing can be known to fail before weights are loaded."""
 
+    def texts(self) -> dict[str, str]:
+        """All text is that of the windows, from which documents that share text with calibration are left out."""
+        return {}
+
     def identity(self) -> dict[str, Any]:
         """Depend on nothing beside settings, text and model."""
         return {}

@@ -81,6 +81,10 @@ class Published:
         """
         _ = self._text
 
+    def texts(self) -> dict[str, str]:
+        """Return the rows that are joined."""
+        return {str(number): row for number, row in enumerate(self._joined)}
+
     def identity(self) -> dict[str, Any]:
         """Depend on the text."""
         return {"text": self._text_sha256}
@@ -179,8 +183,12 @@ class Published:
         return torch.tensor(tokenizer(self._text, verbose=False)["input_ids"])
 
     @cached_property
+    def _joined(self) -> list[str]:
+        return list(islice(self._rows(), self.documents))
+
+    @cached_property
     def _text(self) -> str:
-        return self.join.join(islice(self._rows(), self.documents))
+        return self.join.join(self._joined)
 
     @property
     def _text_sha256(self) -> str:

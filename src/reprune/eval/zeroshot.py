@@ -106,6 +106,17 @@ class ZeroShot:
                 f"folder with YAMLs of your own."
             )
 
+    def texts(self) -> dict[str, str]:
+        """Return every text field of the items that come with the install; those of other tasks would be fetched."""
+        found = {}
+        for name in filter(self._offline, self.names):
+            with _quiet():
+                documents = list(offline_task(name).eval_docs)
+            limit = len(documents) if self.limit is None else self.limit
+            for number, fields in enumerate(documents[: int(limit if limit >= 1 else limit * len(documents))]):
+                found[f"{name}/{number}"] = "\n".join(value for value in fields.values() if isinstance(value, str))
+        return found
+
     def identity(self) -> dict[str, Any] | None:
         """Name the wheel; tasks of the user's own are never cached, as their rows may change unseen."""
         return None if self.include_path else {"rows": WHEEL and asset(WHEEL).name}
