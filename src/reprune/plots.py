@@ -1,6 +1,7 @@
 """Pictures of one run, drawn from the files of its run directory."""
 
 import io
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +58,19 @@ def _errors(axes: Axes, blocks: list[dict[str, Any]]) -> None:
 
 
 def _curves(axes: Axes, blocks: list[dict[str, Any]]) -> None:
-    """Training loss over its first value, a line a window, coloured by depth."""
+    """Training loss over its median, a line a window, coloured by depth; a batch with a massive activation stands out."""
     shade = plt.get_cmap("viridis")
     for block in blocks:
         for fit in block["fits"][:1]:
             steps, losses = zip(*fit["curve"], strict=True)
             color = shade(block["block"] / max(1, len(blocks) - 1))
-            axes.plot([step / fit["steps"] for step in steps], [loss / losses[0] for loss in losses], color=color, lw=1)
+            middle = statistics.median(losses)
+            axes.plot([step / fit["steps"] for step in steps], [loss / middle for loss in losses], color=color, lw=1)
     depth = plt.Normalize(0, max(1, len(blocks) - 1))
     axes.figure.colorbar(plt.cm.ScalarMappable(depth, shade), ax=axes, label="block")
     axes.set(
         xlabel="fraction of the steps",
-        ylabel="training loss over its first mean",
+        ylabel="training loss over its median",
         yscale="log",
         title="Training curves",
     )
