@@ -132,6 +132,15 @@ def test_the_config_holds_every_setting(finished):
     assert "???" not in (finished[1] / "config.resolved.yaml").read_text()
 
 
+def test_a_run_with_a_published_protocol_alone(plan_of, text_file, tmp_path):
+    settings = [f"eval.wikitext2.path={text_file}", "eval.wikitext2.seq_len=64", "eval.wikitext2.max_windows=3"]
+    metrics = run(plan_of([*SMALL[:3], "eval=[wikitext2]", *settings]), tmp_path / "out")
+    assert metrics["ppl/wikitext2-64"] > 1
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f"{metrics['ppl/wikitext2-64']:.3f}" in page
+    assert "Other scores" in page
+
+
 def test_a_sweep_makes_a_folder_for_each_cell(run_at, here, finished):
     done = run_at(here, "-m", *LOCAL, "recon=none,gp", "hydra.sweep.dir=sweep")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -58,7 +58,7 @@ def _errors(axes: Axes, blocks: list[dict[str, Any]]) -> None:
 
 
 def _curves(axes: Axes, blocks: list[dict[str, Any]]) -> None:
-    """Training loss over its median, a line a window, coloured by depth; a batch with a massive activation stands out."""
+    """Training loss over its median, a line a window, coloured by depth; batches with massive activations stand out."""
     shade = plt.get_cmap("viridis")
     for block in blocks:
         for fit in block["fits"][:1]:

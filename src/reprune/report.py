@@ -1,4 +1,7 @@
-"""report.html: one run on one self-contained page, made from the files of its run directory."""
+"""report.html: one run on one self-contained page, made from the files of its run directory.
+
+As a command it sets runs side by side: see reprune.study.
+"""
 
 import base64
 from typing import Any
@@ -28,10 +31,27 @@ def write(rundir: RunDir, metrics: dict[str, float]) -> None:
         generated=[part["generated"] for part in manifests["calib"] if "generated" in part],
         blocks=rundir.read_blocks(),
         metrics=metrics,
-        corpora=[key.partition("/")[2] for key in metrics if key.startswith("ppl/")],
+        corpora=[key.partition("/")[2] for key in metrics if key.startswith("kl/")],
+        scores=_scores(metrics),
         pictures=pictures,
     )
     rundir.write_text("report.html", page)
+
+
+def _scores(metrics: dict[str, float]) -> list[dict[str, Any]]:
+    """List the other scores: those of the pruned model that the dense one has too, beside windows of corpora."""
+    rows = []
+    for key, value in metrics.items():
+        kind, _, what = key.partition("/")
+        dense = metrics.get(f"{kind}_dense/{what}")
+        if dense is None or f"kl/{what}" in metrics or kind == "tokens":
+            continue
+        spread = metrics.get(f"{kind}_stderr/{what}")
+        rows.append({
+            "what": what, "metric": kind, "dense": dense, "pruned": value, "stderr": spread,
+            "p": metrics.get(f"{kind}_p/{what}"),
+        })  # fmt: skip
+    return rows
 
 
 def _draws(manifests: dict[str, Any]) -> list[dict[str, Any]]:
@@ -39,3 +59,9 @@ def _draws(manifests: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [{**part, "use": f"calibration: {', '.join(part['use'])}"} for part in manifests["calib"]]
     rows += [{"use": "held out", **drawn} for drawn in manifests["heldout"].values()]
     return rows + [{"use": key, **drawn} for key, items in manifests["eval"].items() for drawn in items.values()]
+
+
+if __name__ == "__main__":
+    from reprune.study import main
+
+    main()
