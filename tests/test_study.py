@@ -6,7 +6,7 @@ import yaml
 
 from reprune.errors import RepruneError
 from reprune.pipeline import run
-from reprune.study import as_csv, collect, main, table
+from reprune.study import Run, as_csv, collect, main, over_draws, table
 
 SMALL = ["calib.count=4", "calib.seq_len=64", "calib.heldout_count=2", "eval.ppl.seq_len=64", "eval.ppl.windows=3"]
 
@@ -53,6 +53,23 @@ def test_runs_with_different_evaluations(runs):
     found[1].metrics["acc/piqa"] = 0.5
     rows = list(csv.DictReader(as_csv(table(found)).splitlines()))
     assert rows[0]["acc/piqa"] == "" == rows[1]["ppl/local"]
+
+
+def test_draws_are_averaged(runs):
+    found, _ = collect([str(runs / "*")])
+    assert over_draws(found) == []  # two cells, one run each
+    draws = [
+        Run(run.path, run.choices, run.settings | {"calib.draw": str(draw)}, run.metrics | {"ppl/local": ppl})
+        for run in found
+        for draw, ppl in enumerate((10.0, 12.0, 17.0))
+    ]
+    rows = over_draws(draws)
+    assert [row["recon"] for row in rows] == ["none", "gp"]
+    for row in rows:
+        assert row["runs"] == 3
+        assert row["ppl/local"] == pytest.approx(13.0)
+        assert row["ppl/local_sd"] == pytest.approx(13**0.5)
+        assert row["error/calib/last_sd"] == 0
 
 
 def test_the_command_writes_table_and_figures(runs, tmp_path, monkeypatch, capsys):

@@ -7,7 +7,9 @@ import argparse
 import csv
 import glob
 import io
+import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from reprune.errors import RepruneError
 from reprune.rundir import RunDir
 
 CHOICES = ("model", "calib", "sparsity", "pruner", "recon")
+DRAWS = ("calib.draw", "seed")  # settings that say which text was drawn, and nothing else
 MARKERS = "os^Dv<>p*h"
 
 
@@ -91,6 +94,29 @@ def table(runs: list[Run]) -> list[dict[str, Any]]:
                 row[key] = value
             elif key.endswith(last):
                 row[key.removesuffix(last) + "/last"] = value
+        rows.append(row)
+    return rows
+
+
+def over_draws(runs: list[Run]) -> list[dict[str, Any]]:
+    """Make a row for each cell that was run on several draws or seeds: mean and standard deviation of every number.
+
+    Returns:
+        `<name>` (mean) and `<name>_sd` (of a single draw, n - 1), with `runs` counted; empty if no cell has two runs.
+    """
+    cells: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = defaultdict(list)
+    for run, row in zip(runs, table(runs), strict=True):
+        same = {key: value for key, value in {**run.choices, **run.settings}.items() if key not in DRAWS}
+        cells[tuple(sorted(same.items()))].append(row)
+    rows = []
+    for cell, members in cells.items():
+        if len(members) < 2:
+            continue
+        row = {"runs": len(members), **dict(cell)}
+        for name, value in members[0].items():
+            values = [member[name] for member in members if name in member]
+            if isinstance(value, int | float) and len(values) == len(members):
+                row |= {name: statistics.mean(values), f"{name}_sd": statistics.stdev(values)}
         rows.append(row)
     return rows
 
@@ -190,6 +216,9 @@ def main() -> None:
         sys.exit(str(error))
     folder = RunDir(args.to)
     folder.write_text("study.csv", as_csv(table(runs)))
+    draws = over_draws(runs)
+    if draws:
+        folder.write_text("draws.csv", as_csv(draws))
     for name, paint in (
         ("error_perplexity", error_against_perplexity),
         ("calib_heldout", calibration_against_held_out),
@@ -200,5 +229,11 @@ def main() -> None:
         plt.close(figure)
         folder.write_bytes(f"{name}.png", content.getvalue())
     print(f"{len(runs)} runs in {args.to / 'study.csv'}, with two figures beside it.")
+    if draws:
+        print(f"{len(draws)} cells with several draws in {args.to / 'draws.csv'}, mean and standard deviation:")
+        for row in draws:
+            numbers = [name for name in row if name.startswith(("ppl/", "error/")) and f"{name}_sd" in row]
+            print(f"  {row['pruner']} {row['recon']} {row['calib']}, {row['runs']} runs: ", end="")
+            print(", ".join(f"{name} {row[name]:.4g} ± {row[f'{name}_sd']:.2g}" for name in numbers))
     for path in unfinished:
         print(f"not finished: {path}")
