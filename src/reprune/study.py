@@ -174,7 +174,8 @@ def calibration_against_held_out(runs: list[Run]) -> Figure:
                     color=colors[run.choices["recon"]], marker=markers[run.choices["pruner"]], linestyle="",
                 )  # fmt: skip
         axes.set(xscale="log", yscale="log")
-        axes.axline((1, 1), slope=1, color="grey", lw=0.8, ls=":")  # where the two errors are the same
+        ends = [*axes.get_xlim(), *axes.get_ylim()]  # after the scales are set: they move the limits
+        axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color="grey", lw=0.8, ls=":")
         axes.set(
             xlabel="relative error of the last block, calibration",
             ylabel=f"held out: {corpus}",
