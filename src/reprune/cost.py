@@ -73,9 +73,10 @@ def count_forwards(
 
     solves = recon.solves_linears
     paired = solves and recon.target is Target.dense  # least squares watches the dense stream too
-    together = choose == learn or not solves
+    # Every sequence is for masks or for reconstruction, so the two see the same ones only where both see all.
+    together = choose == learn == calib or not solves
     # Whether the pass of the statistics sees every sequence, and so yields what others need.
-    shared = ((statistics or solves) and together and choose == calib) or (statistics and choose == calib)
+    shared = choose == calib and (statistics or (solves and together))
     for window in recon.windows(num_blocks):
         width = len(window.blocks)
         by_blocks = recon.trains and recon.unit is Unit.block
@@ -87,9 +88,7 @@ def count_forwards(
                 total += choose * (statistics or solves) * (1 + paired)
             else:
                 total += choose * statistics + learn * (1 + paired)
-            knows_dense = (shared and (index == 0 or (paired and together))) or (
-                paired and not together and learn == calib
-            )
+            knows_dense = (shared and index == 0) or (paired and learn == calib)
             total += heldout + calib * (not knows_dense)
             total += learn * (teaches and not shared and index != 0)
             total += calib + heldout  # after pruning

@@ -189,7 +189,7 @@ def _said_where(rundir: RunDir) -> Iterator[Any]:
 
     try:
         yield at
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too: every death is told where it was, and goes on
         kept = len(rundir.read_blocks())
         where = f"Stopped {stage[0]}"
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else (str(error) or type(error).__name__)

@@ -177,10 +177,12 @@ class Walk:
             local = None
             for index in window.entering:
                 local = self._enter(index, window)
-            if self.recon.trains and self.recon.unit is Unit.block:
-                self._fit_window(window, local)
-            elif self.recon.trains:
-                self._fit_pieces(window)
+            if self.recon.trains:
+                with self._timed(window.blocks, "reconstruction"):
+                    if self.recon.unit is Unit.block:
+                        self._fit_window(window, local)
+                    else:
+                        self._fit_pieces(window)
             for index in window.leaving:
                 yield self._leave(index, window)
 
@@ -322,8 +324,7 @@ class Walk:
             weight, keep = weight_of(linear), as_stored(linear, held.keep[linear.weight])
             solution = least_squares(
                 weight_of(dense[name]), weight, keep, hessian.gram, None if cross is None else cross.total,
-                self.recon.damping,
-                self.recon.tolerance, self.recon.max_iterations,
+                self.recon.damping, self.recon.tolerance, self.recon.max_iterations,
             )  # fmt: skip
             weight.copy_(solution.weight)
             record = held.linears[name]
@@ -445,11 +446,10 @@ class Walk:
         keep = {param: mask for item in held for param, mask in item.keep.items()}
         seed = int.from_bytes(sha256(f"{self.seed}/{window.blocks}/{unit}".encode()).digest()[:7])
         where = unit if whole else f"block {window.blocks.start}, {unit}"
-        with self._timed(window.blocks, "reconstruction"):
-            result = fit(
-                self.recon, modules, keep, predict, inputs, target, loss, evaluate,
-                torch.Generator().manual_seed(seed), self.calib.batch_size, unit, where,
-            )  # fmt: skip
+        result = fit(
+            self.recon, modules, keep, predict, inputs, target, loss, evaluate,
+            torch.Generator().manual_seed(seed), self.calib.batch_size, unit, where,
+        )  # fmt: skip
         looked = result.evaluations or result.heldout  # the last look, if any, was at the end
         if not looked or result.best_step not in (None, result.steps):
             self._forget_fronts()  # made by other weights than the ones that were kept

@@ -62,8 +62,9 @@ class Scorer(HFLM):
                 for index, result in self._score_shared(requests, chunk):
                     results[index] = result
                     self._tick()
-        assert all(result is not None for result in results)
-        return results  # type: ignore[return-value]
+        scored = [result for result in results if result is not None]
+        assert len(scored) == len(requests), "a request was not scored"
+        return scored
 
     def _length(self, request: Request) -> int:
         return min(len(request[1]) + len(request[2]) - 1, self.max_length)
